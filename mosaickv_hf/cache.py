@@ -1,0 +1,120 @@
+"""`MosaicKVCache`: what a user passes to `generate(past_key_values=...)`."""
+
+import copy
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from .config import MosaicKVConfig
+from .layer import MosaicKVLayer
+from .stats import CacheStats, collect
+
+
+class MosaicKVCache(Cache):
+    """A KV cache that stores K and V compressed along channels and attends to selected blocks of tokens.
+
+    Use it wherever a `DynamicCache` goes; models with SDPA attention (Transformers' default) need no other change:
+
+    ```python
+    >>> from mosaickv_hf import MosaicKVCache
+    >>> cache = MosaicKVCache()
+    >>> output = model.generate(**inputs, past_key_values=cache)
+    >>> print(cache.stats())
+    ```
+
+    A prompt in one call is packed in that call, layer by layer, after exact attention. A prompt in chunks
+    (`prefill_chunk_size`) is collected raw and a segment of it closes each time `min_segment_length` tokens have come
+    together, the rest with the first decode step. Generated tokens are packed `buffer_tokens` at a time. The first
+    `sink_tokens` and the newest `recent_window` tokens always stay raw.
+
+    Args:
+        compression (`MosaicKVConfig` or `str`, *optional*): how to compress, or the name of a preset
+            (`"default"`, `"paper"`, `"lossless"`); `"default"` if not given.
+        config (`PreTrainedConfig`, *optional*): config of the model. With it, sliding-window and linear-attention
+            layers get Transformers' own cache layers, as `DynamicCache(config=...)` gives them.
+
+    Raises:
+        ValueError: `compression` is neither a config nor the name of a preset.
+    """
+
+    def __init__(self, compression: MosaicKVConfig | str | None = None, *, config: PreTrainedConfig | None = None):
+        if not isinstance(compression, MosaicKVConfig):
+            compression = MosaicKVConfig.preset("default" if compression is None else compression)
+        self.compression = compression
+        if config is None:
+            super().__init__(layer_class_to_replicate=self._new_layer)
+        else:
+            layers = DynamicCache(config=config).layers
+            super().__init__(layers=[self._new_layer() if type(x) is DynamicLayer else x for x in layers])
+
+    def __bool__(self) -> bool:
+        return True  # an empty cache is a cache; `len` would say otherwise
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(layers={len(self.layers)}, seq_length={self.get_seq_length()})"
+
+    @classmethod
+    def from_cache(
+        cls,
+        cache: Cache,
+        attention_mask: torch.Tensor | None = None,
+        compression: MosaicKVConfig | str | None = None,
+    ) -> "MosaicKVCache":
+        """Compresses a filled cache, so that one prefill serves several methods. `cache` stays as it is.
+
+        Args:
+            cache: a `DynamicCache` that holds a prompt.
+            attention_mask: `[batch_size, length]` as given to the model; 0 marks left padding, which is not stored.
+                None if there is none.
+            compression: as for `MosaicKVCache`.
+
+        Raises:
+            ValueError: `attention_mask` does not fit the cache, or a layer's K and V are not held as tensors.
+        """
+        result = cls(compression)
+        layers = []
+        for i, layer in enumerate(cache.layers):
+            if type(layer) is not DynamicLayer:
+                if not hasattr(layer, "keys") or isinstance(layer, MosaicKVLayer):
+                    raise ValueError(f"`cache` must be a DynamicCache, got a {type(layer).__name__} as layer {i}")
+                layers.append(copy.deepcopy(layer))
+                continue
+            layers.append(result._new_layer())
+            if layer.get_seq_length():
+                starts = _padding(attention_mask, layer.keys.shape[0], layer.keys.shape[2])
+                layers[-1].fill(layer.keys, layer.values, starts)
+        result.layers = layers
+        result.layer_class_to_replicate = None if layers else result.layer_class_to_replicate
+        return result
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest tokens, as `DynamicCache.crop` does; packed ones too.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive where `DynamicCache` refuses that, or removes more tokens than
+                there are. The cache is then as it was.
+        """
+        for layer in self._mosaic_layers():
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def stats(self) -> CacheStats:
+        """What the cache holds now: tokens, measured bytes by kind, segments, dense materializations."""
+        return collect(self.layers)
+
+    def _new_layer(self) -> MosaicKVLayer:
+        return MosaicKVLayer(self.compression)
+
+    def _mosaic_layers(self) -> list[MosaicKVLayer]:
+        return [layer for layer in self.layers if isinstance(layer, MosaicKVLayer)]
+
+
+def _padding(attention_mask: torch.Tensor | None, batch: int, length: int) -> list[int | None]:
+    """Per row, the position of its first real token; None for a row of padding only."""
+    if attention_mask is None:
+        return [0] * batch
+    if tuple(attention_mask.shape) != (batch, length):
+        raise ValueError(f"`attention_mask` must have the cache's shape {[batch, length]}, got {attention_mask.shape}")
+    real = attention_mask.bool()
+    return [int(row.to(torch.uint8).argmax()) if row.any() else None for row in real]

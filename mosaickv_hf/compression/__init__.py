@@ -1,0 +1,7 @@
+"""From raw K and V to a `PackedSegment`, in plain torch."""
+
+from .compressor import compress, fit_bases
+from .packing import pack, unpack_blocks, unpack_dense
+from .rotation import Moments
+
+__all__ = ["Moments", "compress", "fit_bases", "pack", "unpack_blocks", "unpack_dense"]

@@ -1,0 +1,75 @@
+"""The one place where a config becomes bases and segments."""
+
+import torch
+
+from ..config import MosaicKVConfig
+from ..segments import INDEX_TILE, Basis, PackedSegment, PackedStates, tile
+from .packing import INT8_MAX, pack
+from .rotation import CHUNK_TOKENS, Moments, fit_basis
+
+Bases = tuple[Basis, Basis]
+
+
+def fit_bases(keys: Moments, values: Moments, config: MosaicKVConfig) -> Bases:
+    """Bases for K and for V from the moments of the tokens to pack."""
+    quantized = config.value_bits in (8, 4, 2)
+
+    def fit(moments: Moments, kind: str) -> Basis:
+        return fit_basis(
+            moments,
+            rotate=config.rotate,
+            num_int8=getattr(config, f"{kind}_int8_channels"),
+            num_int4=getattr(config, f"{kind}_int4_channels"),
+            step=getattr(config, f"{kind}_step") if quantized else None,
+        )
+
+    return fit(keys, "key"), fit(values, "value")
+
+
+def compress(keys: torch.Tensor, values: torch.Tensor, bases: Bases, config: MosaicKVConfig) -> PackedSegment:
+    """Packs `[num_kv_heads, n, head_dim]` keys and values, n >= 1, in the model's dtype."""
+    # A chunk is a multiple of the block size, so chunks join at block edges.
+    chunk = max(1, CHUNK_TOKENS // config.block_size) * config.block_size
+    segment = None
+    for key_part, value_part in zip(keys.split(chunk, dim=1), values.split(chunk, dim=1)):
+        part = _compress_part(key_part, value_part, bases, config)
+        segment = part if segment is None else segment.extend(part)
+    return segment
+
+
+def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, config: MosaicKVConfig) -> PackedSegment:
+    def packed(states: torch.Tensor, basis: Basis, kind: str) -> PackedStates:
+        bits, dtype = config.value_bits, states.dtype
+        if bits == "native":
+            bits = 8 * dtype.itemsize
+        elif bits == 16 and dtype != torch.float16:
+            dtype = torch.bfloat16
+        return pack(
+            states,
+            basis,
+            num_int8=getattr(config, f"{kind}_int8_channels"),
+            selection=config.selection,
+            channel_ratio=getattr(config, f"{kind}_channel_ratio"),
+            dead_zone=config.dead_zone,
+            group_size=config.group_size,
+            bits=bits,
+            dtype=dtype,
+            block_size=config.block_size,
+        )
+
+    packed_keys, packed_values = packed(keys, bases[0], "key"), packed(values, bases[1], "value")
+    means = scale = None
+    if config.block_index == "mean" and config.token_ratio < 1:
+        means, scale = _block_means(keys, bases[0], config)
+    return PackedSegment(packed_keys, packed_values, means, scale, keys.shape[1])
+
+
+def _block_means(keys: torch.Tensor, basis: Basis, config: MosaicKVConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean index of `PackedSegment`: `block_means` and `mean_scale`."""
+    length, size = keys.shape[1], config.block_size
+    padded = torch.nn.functional.pad(keys.float(), (0, 0, 0, -length % size)).unflatten(1, (-1, size))
+    counts = torch.full(padded.shape[1:2], size, device=keys.device)
+    counts[-1] -= -length % size
+    means = basis.rotate(padded.sum(2) / counts[:, None])[..., : config.index_channels]
+    scale = means.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / INT8_MAX
+    return tile((means / scale[:, None]).round().to(torch.int8), INDEX_TILE), scale

@@ -1,0 +1,165 @@
+"""Select, quantize, pack, and the way back: `PackedStates` from rotated vectors (paper, "packed format").
+
+Selecting by magnitude and quantizing with the same step belong together: an element that rounds to zero is simply
+not stored. At equal bytes this has a far lower loss than the paper's 16-bit survivors (docs/decisions.md).
+"""
+
+import torch
+
+from ..segments import Basis, PackedStates, tile
+
+# Magnitudes, in steps, that the codes of 4- and 2-bit values stand for. They widen outwards, since large elements are
+# rare but clipping them hurts. Without groups zero is never stored, so no code is spent on it.
+_MAGNITUDES = {
+    (4, False): (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 11.0),
+    (4, True): (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0),
+    (2, False): (1.0, 2.4),
+    (2, True): (0.0, 1.5),
+}
+INT8_MAX = 127
+
+
+def codebook(bits: int, group_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """`[2**bits]` fp32: the value in steps of each code of 4- and 2-bit values; the top bit is the sign."""
+    magnitudes = torch.tensor(_MAGNITUDES[bits, group_size > 1], device=device)
+    return torch.cat([magnitudes, -magnitudes])
+
+
+def pack(
+    states: torch.Tensor,
+    basis: Basis,
+    *,
+    num_int8: int,
+    selection: str,
+    channel_ratio: float,
+    dead_zone: float,
+    group_size: int,
+    bits: int,
+    dtype: torch.dtype,
+    block_size: int,
+) -> PackedStates:
+    """Packs `[num_kv_heads, n, head_dim]` vectors of any float dtype, n >= 1.
+
+    Args:
+        basis: from `fit_basis`, of these or of earlier tokens.
+        num_int8: dense channels of the basis that are int8; the others are int4.
+        selection, channel_ratio, dead_zone, group_size, block_size: as in `MosaicKVConfig`.
+        bits: 32 or 16 keep elements in `dtype`, 8, 4 and 2 quantize them.
+        dtype: dtype of unquantized elements.
+    """
+    head_dim, num_dense = states.shape[-1], basis.scale.shape[-1]
+    rotated = basis.rotate(states.float())
+    dense = (rotated[..., :num_dense] - basis.offset[:, None]) / basis.scale[:, None]
+    steps = rotated[..., num_dense:] / basis.step[:, None, None]
+
+    groups = steps.abs().unflatten(-1, (-1, group_size))
+    if selection == "threshold":
+        kept = (groups >= dead_zone).any(-1)
+    else:
+        count = max(0, round(channel_ratio * head_dim) - num_dense) // group_size
+        kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=states.device)
+        kept.scatter_(-1, groups.square().sum(-1).topk(count, dim=-1).indices, True)
+
+    # Every row gets its own count, padding rows none; all addresses follow from the counts.
+    kept = torch.nn.functional.pad(kept, (0, 0, 0, -kept.shape[1] % block_size))
+    counts = kept.sum(-1) * group_size
+    units = -(-counts // (8 // bits)) if bits < 8 else counts
+    starts = (units.flatten().cumsum(0) - units.flatten()).view_as(units)
+    total = int(units.sum())
+    elements = kept.repeat_interleave(group_size, dim=-1)[:, : states.shape[1]]
+    return PackedStates(
+        dense8=tile(dense[..., :num_int8].round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), block_size),
+        dense4=_pair_halves(tile((dense[..., num_int8:] + 7.5).round().clamp(0, 15).to(torch.uint8), block_size)),
+        bitmap=_to_bits(kept),
+        values=_encode(steps[elements], counts, total, bits, dtype, group_size),
+        offsets=starts[:, ::block_size].to(torch.int32),
+        basis=basis,
+        bits=bits,
+        group_size=group_size,
+        head_dim=head_dim,
+    )
+
+
+def _encode(
+    elements: torch.Tensor, counts: torch.Tensor, units: int, bits: int, dtype: torch.dtype, group_size: int
+) -> torch.Tensor:
+    """Kept elements in steps, flat in row order, to the `values` of `PackedStates`."""
+    if bits >= 16:
+        return elements.to(dtype)
+    if bits == 8:
+        return elements.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    magnitudes = torch.tensor(_MAGNITUDES[bits, group_size > 1], device=elements.device)
+    codes = torch.bucketize(elements.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2).to(torch.uint8)
+    codes += (elements < 0).to(torch.uint8) << (bits - 1)
+    per_unit = 8 // bits
+    counts = counts.flatten()
+    filler = -counts % per_unit  # codes that round each row up to whole bytes
+    place = torch.arange(len(codes), device=codes.device)
+    place += (filler.cumsum(0) - filler).repeat_interleave(counts)
+    padded = torch.zeros(units * per_unit, dtype=torch.uint8, device=codes.device)
+    padded[place] = codes
+    padded = padded.view(-1, per_unit)
+    values = padded[:, 0].clone()
+    for i in range(1, per_unit):
+        values |= padded[:, i] << (bits * i)
+    return values
+
+
+def unpack_blocks(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
+    """`[num_kv_heads, num_chosen * block_size, head_dim]` fp32, in the basis' channels: the rows of some blocks.
+
+    Args:
+        blocks: `[num_kv_heads, num_chosen]` int64, block numbers per KV head.
+    """
+    heads, chosen = blocks.shape
+    size, device = packed.block_size, packed.bitmap.device
+    at = torch.arange(heads, device=device)[:, None]
+    dense = unpack_dense(packed, blocks)
+    bitmap = packed.bitmap.unflatten(1, (-1, size))[at, blocks]
+    kept = _from_bits(bitmap, packed.num_groups)
+    kept = kept.repeat_interleave(packed.group_size, dim=-1)  # [heads, chosen, size, channels]
+
+    counts = kept.sum(-1)
+    per_unit = 8 // packed.bits if packed.bits < 8 else 1
+    units = -(-counts // per_unit)
+    starts = packed.offsets[at, blocks].long()[..., None] + units.cumsum(-1) - units
+    rank = kept.cumsum(-1) - 1
+    place = (starts[..., None] * per_unit + rank)[kept]
+    if packed.bits >= 8:
+        elements = packed.values[place].float()
+    else:
+        codes = packed.values[place // per_unit] >> (packed.bits * (place % per_unit)) & (2**packed.bits - 1)
+        elements = codebook(packed.bits, packed.group_size, device)[codes.long()]
+    tail = torch.zeros(kept.shape, device=device)
+    tail[kept] = elements
+    tail = tail.flatten(1, 2) * packed.basis.step[:, None, None]
+    return torch.cat([dense, tail], dim=-1)
+
+
+def unpack_dense(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
+    """`[num_kv_heads, num_chosen * block_size, num_dense]` fp32: only the dense channels of `unpack_blocks`."""
+    at = torch.arange(blocks.shape[0], device=blocks.device)[:, None]
+    pairs = packed.dense4[at, blocks]
+    codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).float() - 7.5
+    units = torch.cat([packed.dense8[at, blocks].float(), codes], dim=-2)  # [heads, chosen, channels, block_size]
+    return units.transpose(-1, -2).flatten(1, 2) * packed.basis.scale[:, None] + packed.basis.offset[:, None]
+
+
+def _pair_halves(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes below 16, `[..., block_size]` to `[..., block_size / 2]`: first half low, second half high."""
+    if codes.shape[-2] == 0:
+        return codes[..., : codes.shape[-1] // 2]
+    low, high = codes.chunk(2, dim=-1)
+    return low | high << 4
+
+
+def _to_bits(kept: torch.Tensor) -> torch.Tensor:
+    """bool `[..., n]` to uint8 `[..., ceil(n / 8)]`, least significant bit first."""
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    return (kept << torch.arange(8, dtype=torch.uint8, device=kept.device)).sum(-1, dtype=torch.uint8)
+
+
+def _from_bits(bits: torch.Tensor, n: int) -> torch.Tensor:
+    """The inverse of `_to_bits`, bool `[..., n]`."""
+    weights = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[..., None] >> weights) & 1).bool().flatten(-2)[..., :n]

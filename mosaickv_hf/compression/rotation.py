@@ -1,0 +1,74 @@
+"""Principal channels of a segment: incremental moments and the basis they give (paper, stage 1)."""
+
+import torch
+
+from ..segments import Basis
+
+# Tokens a pass over a long prompt works on at a time: bounds its temporary memory.
+CHUNK_TOKENS = 4096
+# Range of the dense channels, in standard deviations from the mean. Eight bits can afford never to clip; four cannot.
+_INT8_RANGE, _INT4_RANGE = 8.0, 3.0
+
+
+class Moments:
+    """First and second moments of the vectors seen so far, per KV head; vectors are added, never recomputed.
+
+    Attributes:
+        count: vectors added.
+        total: `[num_kv_heads, head_dim]` fp32, their sum.
+        products: `[num_kv_heads, head_dim, head_dim]` fp32, sum of their outer products.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, device: torch.device | str = "cpu"):
+        self.count = 0
+        self.total = torch.zeros(num_heads, head_dim, device=device)
+        self.products = torch.zeros(num_heads, head_dim, head_dim, device=device)
+
+    def add(self, states: torch.Tensor) -> "Moments":
+        """Adds `[num_kv_heads, n, head_dim]` vectors of any float dtype; returns self."""
+        for part in states.split(CHUNK_TOKENS, dim=1):
+            part = part.float()
+            self.total += part.sum(1)
+            self.products += part.transpose(-1, -2) @ part
+        self.count += states.shape[1]
+        return self
+
+
+def fit_basis(moments: Moments, *, rotate: bool, num_int8: int, num_int4: int, step: float | None) -> Basis:
+    """The basis for packing vectors with these moments, and vectors like them.
+
+    The rotation is the eigenbasis of the uncentred second moments: keys of some models (Qwen2's key biases) have a
+    large mean, which becomes the first channel, where the offset takes it out.
+
+    Args:
+        moments: of at least one vector.
+        rotate: whether to rotate into the principal channels.
+        num_int8, num_int4: leading channels stored densely.
+        step: quantization step of the other channels in units of the segment's rms; None if they are not quantized.
+    """
+    heads, head_dim = moments.total.shape
+    # Double precision: single loses the small channels' directions where one channel dominates.
+    products, mean = moments.products.double() / moments.count, moments.total.double() / moments.count
+    rotation = None
+    if rotate:
+        vectors = torch.linalg.eigh(products).eigenvectors.flip(-1)
+        # An eigenvector's sign is arbitrary; fixed here so that equal data give equal bytes.
+        largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+        rotation = (vectors * largest.sign()).half()
+        rounded = rotation.double()
+        mean = (mean[:, None] @ rounded)[:, 0]
+        products = rounded.transpose(-1, -2) @ products @ rounded
+    energy = products.diagonal(dim1=-2, dim2=-1)
+    tiny = torch.finfo(torch.float32).tiny
+    unit = torch.ones_like(energy[:, 0]) if step is None else (energy.mean(-1).sqrt() * step).clamp_min(tiny)
+    num_dense = num_int8 + num_int4
+    deviation = (energy - mean.square())[:, :num_dense].clamp_min(0).sqrt()
+    scale = torch.cat(
+        [
+            deviation[:, :num_int8] * (_INT8_RANGE / 127),
+            # Where the data allow it no finer than the sparse channels' step, and so no clipping.
+            torch.maximum(deviation[:, num_int8:] * (_INT4_RANGE / 7.5), unit[:, None]),
+        ],
+        dim=1,
+    )
+    return Basis(rotation, mean[:, :num_dense].float(), scale.clamp_min(tiny).float(), unit.float())

@@ -1,0 +1,221 @@
+"""`MosaicKVConfig`: every knob of the cache, validated once, so that no other module checks a setting."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_SELECTIONS = ("top_r", "threshold")
+_INDEXES = ("principal", "mean")
+_BACKENDS = ("auto", "torch")
+_VALUE_BITS = ("native", 16, 8, 4, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MosaicKVConfig:
+    """How a `MosaicKVCache` compresses and attends.
+
+    "Channels" are those of the rotated space (principal components of a segment, most energy first) unless `rotate`
+    is off. Sizes are in tokens. The three presets of `MosaicKVConfig.preset` are the starting points; all fields of
+    one can be changed with `dataclasses.replace`.
+
+    Args:
+        selection (`str`): which elements of a rotated vector are kept. `"top_r"` keeps the same number of largest
+            elements of every vector (the paper's rule); `"threshold"` keeps those that do not round to zero at the
+            segment's quantization step, so that every vector gets the count it needs.
+        key_channel_ratio, value_channel_ratio (`float`): share of the channels that `"top_r"` keeps, in (0, 1].
+        key_step, value_step (`float`): the quantization step, in units of the segment's root mean square (per KV
+            head). `"threshold"` keeps an element from `dead_zone` steps upwards.
+        dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
+        group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
+        value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the model's dtype, 16 is bf16
+            (fp16 in fp16 models), 8, 4 and 2 are integers times the segment's step.
+        key_int8_channels, value_int8_channels (`int`): leading channels stored for every token as int8 with a scale
+            of their own, outside the selection: the dense principal channels.
+        key_int4_channels, value_int4_channels (`int`): channels behind those, stored for every token as int4.
+        rotate (`bool`): rotate K and V into the principal channels of their segment. Off: channels stay as they are.
+        block_index (`str`): what a decode step scores to choose blocks. `"principal"` scores every token by K's
+            dense channels and takes each block's best; `"mean"` scores the mean key of the block
+            (the paper's rule), kept as int8 of the leading `index_channels`.
+        index_channels (`int`): channels of a mean block key; more than head_dim means all.
+        token_ratio (`float`): share of the packed tokens that a decode step attends to, in (0, 1]; 1 attends to all.
+        min_attended_tokens (`int`): floor on the attended packed tokens, since a tenth of a short context is little.
+        block_size (`int`): tokens of a selection block.
+        sink_tokens (`int`): first tokens of a sequence, kept raw and always attended.
+        recent_window (`int`): newest tokens, kept raw and always attended. A `crop` of at most this many tokens
+            leaves no trace.
+        buffer_tokens (`int`): raw tokens collected beyond the recent window before they are packed, a multiple of
+            `block_size`.
+        segment_length (`int`): longest prompt segment (64K in the paper).
+        min_segment_length (`int`): a segment shorter than this borrows the rotation of the one before it, if there
+            is one; a prompt that arrives in chunks is collected raw until it has this many.
+        min_length (`int`): sequences shorter than this stay raw.
+        backend (`str`): `"auto"` or `"torch"`.
+
+    Raises:
+        ValueError: a value outside its range; the message names the argument, what was given and what is allowed.
+    """
+
+    selection: str = "threshold"
+    key_channel_ratio: float = 0.25
+    value_channel_ratio: float = 0.25
+    key_step: float = 0.45
+    value_step: float = 0.8
+    dead_zone: float = 0.5
+    group_size: int = 1
+    value_bits: int | str = 4
+    key_int8_channels: int = 4
+    key_int4_channels: int = 20
+    value_int8_channels: int = 0
+    value_int4_channels: int = 16
+    rotate: bool = True
+    block_index: str = "principal"
+    index_channels: int = 32
+    token_ratio: float = 0.1
+    min_attended_tokens: int = 512
+    block_size: int = 8
+    sink_tokens: int = 4
+    recent_window: int = 32
+    buffer_tokens: int = 64
+    segment_length: int = 65536
+    min_segment_length: int = 2048
+    min_length: int = 512
+    backend: str = "auto"
+
+    def __post_init__(self):
+        _one_of(self, "selection", _SELECTIONS)
+        _one_of(self, "block_index", _INDEXES)
+        _one_of(self, "backend", _BACKENDS)
+        _one_of(self, "value_bits", _VALUE_BITS)
+        for name in ("key_channel_ratio", "value_channel_ratio", "token_ratio", "dead_zone"):
+            _number(self, name, "a number in (0, 1]", lambda x: 0 < x <= 1)
+        for name in ("key_step", "value_step"):
+            _number(self, name, "a number > 0", lambda x: x > 0)
+        for name in ("group_size", "block_size", "buffer_tokens", "index_channels"):
+            _integer(self, name, 1)
+        for name in (
+            "key_int8_channels",
+            "key_int4_channels",
+            "value_int8_channels",
+            "value_int4_channels",
+            "min_attended_tokens",
+            "sink_tokens",
+            "recent_window",
+            "segment_length",
+            "min_segment_length",
+            "min_length",
+        ):
+            _integer(self, name, 0)
+        if not isinstance(self.rotate, bool):
+            raise _error("rotate", self.rotate, "True or False")
+        for name in ("buffer_tokens", "segment_length"):
+            if getattr(self, name) % self.block_size or getattr(self, name) == 0:
+                raise _error(name, getattr(self, name), f"a positive multiple of block_size ({self.block_size})")
+        if self.selection == "threshold" and self.value_bits not in (8, 4, 2):
+            raise _error("value_bits", self.value_bits, 'one of 8, 4, 2 with selection="threshold", which quantizes')
+        if (self.key_int4_channels or self.value_int4_channels) and self.block_size % 2:
+            raise _error("block_size", self.block_size, "even where channels are stored as int4")
+        if self.block_index == "principal" and self.token_ratio < 1 and not self.num_dense("key"):
+            raise _error("block_index", "principal", '"mean" where K has no dense channels and token_ratio < 1')
+
+    def num_dense(self, kind: str) -> int:
+        """Dense channels of K (`kind="key"`) or V (`"value"`)."""
+        return getattr(self, f"{kind}_int8_channels") + getattr(self, f"{kind}_int4_channels")
+
+    def check_head_dim(self, head_dim: int, kind: str) -> None:
+        """Raises `ValueError` when the config does not fit K (`kind="key"`) or V (`"value"`) of this head_dim."""
+        dense = self.num_dense(kind)
+        if dense > head_dim:
+            raise _error(f"{kind}_int8_channels + {kind}_int4_channels", dense, f"at most the head_dim, {head_dim}")
+        if (head_dim - dense) % self.group_size:
+            allowed = f"a divisor of the {kind} head_dim less its dense channels ({head_dim} - {dense})"
+            raise _error("group_size", self.group_size, allowed)
+
+    @classmethod
+    def preset(cls, name: str) -> "MosaicKVConfig":
+        """The preset `name`: `"default"`, `"paper"` or `"lossless"`.
+
+        `default` is our best accuracy at four to five times below bf16. `paper` is arXiv 2607.00760 as published:
+        25 % of the channels per vector as bf16, a bit per channel, block means, 10 % of the tokens, blocks of 8,
+        64K segments. `lossless` keeps every element in the model's dtype, unrotated, through the same packed path.
+        """
+        if not isinstance(name, str) or name not in _PRESETS:
+            raise _error("compression", name, f"a MosaicKVConfig or one of {', '.join(map(repr, _PRESETS))}")
+        return cls(**_PRESETS[name])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as plain JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "MosaicKVConfig":
+        """The inverse of `to_dict`; fields left out take their defaults, unknown ones raise `ValueError`."""
+        unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(cls)})
+        if unknown:
+            raise ValueError(f"MosaicKVConfig has no field named {', '.join(map(repr, unknown))}")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """JSON text, one field a line."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "MosaicKVConfig":
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: the text is not a JSON object of this config's fields.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"a MosaicKVConfig in JSON is an object, got {type(fields).__name__}")
+        return cls.from_dict(fields)
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "paper": {
+        "selection": "top_r",
+        "value_bits": 16,
+        "key_int8_channels": 0,
+        "key_int4_channels": 0,
+        "value_int8_channels": 0,
+        "value_int4_channels": 0,
+        "block_index": "mean",
+        "min_attended_tokens": 0,
+    },
+    "lossless": {
+        "selection": "top_r",
+        "key_channel_ratio": 1.0,
+        "value_channel_ratio": 1.0,
+        "value_bits": "native",
+        "key_int8_channels": 0,
+        "key_int4_channels": 0,
+        "value_int8_channels": 0,
+        "value_int4_channels": 0,
+        "rotate": False,
+        "token_ratio": 1.0,
+    },
+}
+
+
+def _error(name: str, given: Any, allowed: str) -> ValueError:
+    return ValueError(f"`{name}` must be {allowed}, got {given!r}")
+
+
+def _one_of(config: MosaicKVConfig, name: str, allowed: tuple) -> None:
+    given = getattr(config, name)
+    if isinstance(given, bool) or given not in allowed:
+        raise _error(name, given, "one of " + ", ".join(map(repr, allowed)))
+
+
+def _number(config: MosaicKVConfig, name: str, allowed: str, test) -> None:
+    given = getattr(config, name)
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not test(given):
+        raise _error(name, given, allowed)
+
+
+def _integer(config: MosaicKVConfig, name: str, minimum: int) -> None:
+    given = getattr(config, name)
+    if isinstance(given, bool) or not isinstance(given, int) or given < minimum:
+        raise _error(name, given, f"an integer >= {minimum}")

@@ -1,0 +1,346 @@
+"""One model layer of a `MosaicKVCache`: a batch of sequences behind Transformers' cache layer interface."""
+
+from collections.abc import Iterator
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from .attention.handle import Handle
+from .attention.reference import attend
+from .compression import unpack_blocks
+from .config import MosaicKVConfig
+from .sequence import SequenceStore
+
+
+def _crops_to_positive_length() -> bool:
+    """Whether `DynamicCache.crop(n)` of this Transformers takes n > 0 as the length to keep (before about 5.20)."""
+    try:
+        DynamicLayer().crop(1)
+    except ValueError:
+        return False
+    return True
+
+
+class MosaicKVLayer(CacheLayerMixin):
+    """Tokens of a batch in one layer.
+
+    `update` stores nothing yet and returns handles: the call that attends to them sees the mask, which tells where
+    each row's first real token is. Then the new tokens join their rows, without padding, and what is old enough is
+    packed.
+
+    Attributes:
+        rows: one `SequenceStore` per batch row. Rows with the same past share its segments.
+        starts: per row, the position of its first real token; None while it has none.
+        materializations: times that a stored K or V was expanded to a dense tensor for an operation we do not know.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, config: MosaicKVConfig):
+        super().__init__()
+        self.config = config
+        self.rows: list[SequenceStore] = []
+        self.starts: list[int | None] = []
+        self.materializations = 0
+        self._stored_length = 0
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    # What a forward pass calls
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.config.check_head_dim(key_states.shape[-1], "key")
+        self.config.check_head_dim(value_states.shape[-1], "value")
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.num_key_value_heads = key_states.shape[1]
+        self.key_head_dim, self.value_head_dim = key_states.shape[-1], value_states.shape[-1]
+        self.rows = [SequenceStore() for _ in range(key_states.shape[0])]
+        self.starts = [None] * key_states.shape[0]
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
+        """Takes the new tokens' K and V, returns handles on all tokens' K and V.
+
+        Args:
+            key_states, value_states: `[batch_size, num_kv_heads, n, head_dim]`.
+
+        Returns:
+            two `Handle`s of the logical shape `[batch_size, num_kv_heads, length, head_dim]`.
+
+        Raises:
+            ValueError: the states do not go with those before; the cache is as it was.
+        """
+        self._check(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.settle()
+        n = key_states.shape[2]
+        # A long chunk may be followed by more of the prompt; a short one is a decode step or draft tokens.
+        self._pack_ripe(prompt=n > self.config.recent_window)
+        self._pending = (key_states.detach(), value_states.detach())
+        first = (key_states, value_states) if self._stored_length == 0 else None
+        return Handle(self, "key", n, first), Handle(self, "value", n, first)
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, num_queries: int) -> torch.Tensor:
+        """Attention of the newest tokens' queries to every token, packed and raw.
+
+        Args:
+            query: `[batch_size, num_heads, num_queries, head_dim]`, or for one query token with the heads of a group
+                in the third dimension, `[batch_size, num_kv_heads, group, head_dim]`.
+            mask: broadcastable to the attention weights; bool or additive float; None if all is visible.
+            scale: of the logits.
+            num_queries: tokens of the call.
+
+        Returns:
+            query's shape and dtype, with the values' head_dim.
+        """
+        batch, heads = query.shape[0], self.num_key_value_heads
+        group = query.shape[1] * query.shape[2] // (heads * num_queries)
+        mask = grouped_mask(mask, heads, group, num_queries, self.get_seq_length())
+        self.settle(mask)
+        if mask is None and num_queries > 1:
+            mask = self._causal_mask(num_queries)
+        grouped = query.detach().reshape(batch, heads, group, num_queries, query.shape[-1]).float() * scale
+        output = query.new_zeros(*query.shape[:-1], self.value_head_dim)
+        for row, (sequence, start) in enumerate(zip(self.rows, self.starts)):
+            if start is not None:
+                seen = None if mask is None else mask[row % mask.shape[0], ..., start:]
+                output[row] = attend(grouped[row], sequence, seen, self.config).reshape(output.shape[1:])
+        self.finish(mask, num_queries)
+        return output
+
+    def finish(self, mask: torch.Tensor | None, num_queries: int) -> None:
+        """Stores a call's tokens and packs what is then due, so that no layer waits with a raw prompt.
+
+        Args:
+            mask: as `attend` got it.
+            num_queries: tokens of the call.
+        """
+        # How many heads share a mask says nothing about padding: one head's is looked at.
+        self.settle(None if mask is None else mask[(None,) * (4 - mask.ndim)][:, :1, None])
+        if num_queries > self.config.recent_window:
+            self._pack_ripe(prompt=True)
+
+    def settle(self, mask: torch.Tensor | None = None) -> None:
+        """Stores the tokens of the last `update`, if that has not been done.
+
+        Args:
+            mask: `[batch_size or 1, ..., n, length]` of the call, to find each row's first real token.
+        """
+        if self._pending is None:
+            return
+        keys, values = self._pending
+        n = keys.shape[2]
+        first_real = self._first_real(mask, n)
+        for row, sequence in enumerate(self.rows):
+            skip = 0
+            if self.starts[row] is None:
+                skip = first_real[row]
+                if skip < n:
+                    self.starts[row] = self._stored_length + skip
+            if skip < n:
+                sequence.buffer.append(keys[row, :, skip:], values[row, :, skip:])
+        self._stored_length += n
+        self._pending = None
+
+    def materialize(self, kind: str) -> torch.Tensor:
+        """Dense `[batch_size, num_kv_heads, length, head_dim]` K (`"key"`) or V, zero at padding."""
+        self.settle()
+        head_dim = self.key_head_dim if kind == "key" else self.value_head_dim
+        shape = (len(self.rows), self.num_key_value_heads, self._stored_length, head_dim)
+        dense = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for row, sequence in enumerate(self.rows):
+            place = self.starts[row] or 0
+            for part in _dense_parts(sequence, kind):
+                dense[row, :, place : place + part.shape[1]] = part
+                place += part.shape[1]
+        return dense
+
+    # Lengths
+
+    def get_seq_length(self) -> int:
+        """Logical length: tokens seen, padding included."""
+        return self._stored_length + (0 if self._pending is None else self._pending[0].shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if isinstance(query_length, torch.Tensor):  # `cache_position` in older Transformers
+            query_length = query_length.shape[0]
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older Transformers
+
+    # What changes the batch or the past
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest tokens, packed ones too. Up to `recent_window` tokens leave no trace.
+
+        Args:
+            tokens_to_remove: negative or zero, as for `DynamicCache.crop`.
+
+        Raises:
+            ValueError: positive where `DynamicCache` refuses that, or more than there are; the layer is as it was.
+        """
+        count = self.check_crop(tokens_to_remove)
+        if count == 0 or not self.is_initialized:
+            return
+        self.settle()
+        self._stored_length -= count
+        for row, sequence in enumerate(self.rows):
+            sequence.crop(min(count, sequence.length))
+            if sequence.length == 0:
+                self.starts[row] = None
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """The number of tokens that `crop` would remove; raises what it would raise."""
+        length = self.get_seq_length()
+        if tokens_to_remove > 0 and self.is_initialized:
+            if not _crops_to_positive_length():
+                raise ValueError(
+                    f"`tokens_to_remove` must be zero or negative, got {tokens_to_remove}: "
+                    "a negative number removes that many of the newest tokens"
+                )
+            return max(0, length - tokens_to_remove)
+        if self.is_initialized and -tokens_to_remove > length:
+            raise ValueError(f"`tokens_to_remove` is {tokens_to_remove}, but the cache holds {length} tokens")
+        return -tokens_to_remove
+
+    def reset(self) -> None:
+        """Forgets all tokens, and what the first ones settled: batch size, heads, dtype, device."""
+        self.__init__(self.config)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Makes row i what row `indices[i]` was; packed segments are shared, not copied."""
+        if not self.is_initialized:
+            return
+        self.settle()
+        picked = torch.arange(len(self.rows))[indices.cpu() if isinstance(indices, torch.Tensor) else indices].tolist()
+        used: set[int] = set()
+        rows = []
+        for row in picked:
+            rows.append(self.rows[row].copy() if row in used else self.rows[row])
+            used.add(row)
+        self.rows, self.starts = rows, [self.starts[row] for row in picked]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times; packed segments are shared, not copied."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(repeats))
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, starts: list[int | None]) -> None:
+        """Stores and packs a finished prompt in an empty layer.
+
+        Args:
+            keys, values: `[batch_size, num_kv_heads, length, head_dim]`.
+            starts: per row, the position of its first real token; None if it has none.
+        """
+        self._check(keys, values)
+        self.lazy_initialization(keys, values)
+        self.starts = list(starts)
+        for row, (sequence, start) in enumerate(zip(self.rows, starts)):
+            if start is not None:
+                sequence.buffer.append(keys[row, :, start:].detach(), values[row, :, start:].detach())
+        self._stored_length = keys.shape[2]
+        self._pack_ripe(prompt=True)
+        self._pack_ripe(prompt=False)
+
+    def _pack_ripe(self, prompt: bool) -> None:
+        """Packs what is due in every row; rows that are equal up to there (beams of one prompt) are packed once."""
+        while due := [sequence for sequence in self.rows if sequence.ripe(self.config, prompt)]:
+            families: list[list[SequenceStore]] = []
+            for sequence in due:
+                family = next((f for f in families if f[0].equals(sequence)), None)
+                if family is None:
+                    families.append([sequence])
+                else:
+                    family.append(sequence)
+            for first, *twins in families:
+                first.pack(first.ripe(self.config, prompt), self.config)
+                for twin in twins:
+                    twin.follow(first)
+
+    def _causal_mask(self, n: int) -> torch.Tensor:
+        """bool `[1, 1, 1, n, length]` for the newest n tokens, where no mask came with them."""
+        positions = torch.arange(self._stored_length, device=self.device)
+        return (positions <= positions[-n:, None])[None, None, None]
+
+    def _first_real(self, mask: torch.Tensor | None, n: int) -> list[int]:
+        """Per row, which of the n newest tokens is its first real one (n: none), from what tokens see themselves."""
+        if mask is None or all(start is not None for start in self.starts):
+            return [0] * len(self.rows)
+        newest = mask[:, 0, 0, :, self._stored_length :]
+        own = newest.diagonal(dim1=-2, dim2=-1) if newest.shape[1] == n else newest[:, 0]
+        visible = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+        first = torch.where(visible.any(-1), visible.to(torch.uint8).argmax(-1), n)
+        return first.expand(len(self.rows)).tolist()
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raises `ValueError` if K and V do not go with each other or with what is stored."""
+        given = {"key_states": keys, "value_states": values}
+        for name, states in given.items():
+            if states.ndim != 4:
+                raise ValueError(f"`{name}` must have 4 dimensions [batch, heads, length, head_dim], got {states.ndim}")
+        if keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"`value_states` must have key_states' batch size, heads and length {list(keys.shape[:3])}, "
+                f"got {list(values.shape[:3])}"
+            )
+        if not self.is_initialized:
+            return
+        head_dims = {"key_states": self.key_head_dim, "value_states": self.value_head_dim}
+        for name, states in given.items():
+            for what, got, allowed in (
+                ("batch size", states.shape[0], len(self.rows)),
+                ("number of heads", states.shape[1], self.num_key_value_heads),
+                ("head_dim", states.shape[3], head_dims[name]),
+                ("dtype", states.dtype, self.dtype),
+                ("device", states.device, self.device),
+            ):
+                if got != allowed:
+                    raise ValueError(f"`{name}` must have the {what} of the tokens in the cache, {allowed}, got {got}")
+
+
+def grouped_mask(
+    mask: torch.Tensor | None, heads: int, group: int, num_queries: int, length: int
+) -> torch.Tensor | None:
+    """A mask for attention weights as `[batch or 1, heads or 1, group or 1, num_queries or 1, length]`.
+
+    Args:
+        mask: up to 4 dimensions, broadcastable to `[batch, heads * group, num_queries, length]`, or, where the heads
+            of a group came in the query dimension of one token, to `[batch, heads, group, length]`.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
+    batch, mask_heads, queries, mask_length = mask.shape
+    if mask_length == length:
+        if mask_heads == 1 and queries in (1, num_queries):
+            return mask[:, :, None]
+        if mask_heads == heads * group and queries in (1, num_queries):
+            return mask.reshape(batch, heads, group, queries, length)
+        if num_queries == 1 and mask_heads in (1, heads) and queries == group:
+            return mask[:, :, :, None]
+    raise ValueError(
+        f"`attn_mask` must broadcast to [batch, {heads * group}, {num_queries}, {length}], got {list(mask.shape)}"
+    )
+
+
+def _dense_parts(sequence: SequenceStore, kind: str) -> Iterator[torch.Tensor]:
+    """K or V of a sequence in order, `[num_kv_heads, n, head_dim]` each."""
+    which = 0 if kind == "key" else 1
+    if sequence.sinks is not None:
+        yield sequence.sinks[which]
+    for segment in sequence.segments:
+        packed = segment.keys if kind == "key" else segment.values
+        blocks = torch.arange(segment.num_blocks, device=packed.bitmap.device).expand(packed.bitmap.shape[0], -1)
+        yield packed.basis.rotate_back(unpack_blocks(packed, blocks))[:, : segment.length]
+    yield sequence.buffer.states()[which]

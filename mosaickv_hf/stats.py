@@ -1,0 +1,93 @@
+"""What a cache holds, measured on its tensors."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .layer import MosaicKVLayer
+
+KINDS = ("values", "bitmaps", "rotations", "index", "raw")
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Measured state of a `MosaicKVCache`; prints as a table.
+
+    Attributes:
+        tokens: logical length of the sequences, padding included.
+        bytes_by_kind: bytes held by "values" (dense channels and kept elements), "bitmaps", "rotations" (with scales
+            and steps), "index" (block offsets and block means) and "raw" (sinks, buffers with their room to grow,
+            and Transformers' own layers). Memory that rows share counts once.
+        bytes_bf16: bytes of the same K and V, padding left out, as bf16 for every row, as `DynamicCache` holds them.
+        segments: packed segments over all layers; shared ones count once.
+        dense_materializations: times that K or V was expanded for an operation the cache does not know.
+    """
+
+    tokens: int
+    bytes_by_kind: dict[str, int]
+    bytes_bf16: int
+    segments: int
+    dense_materializations: int
+
+    @property
+    def bytes(self) -> int:
+        """All bytes held."""
+        return sum(self.bytes_by_kind.values())
+
+    @property
+    def ratio(self) -> float:
+        """`bytes_bf16 / bytes`; 0 when the cache is empty."""
+        return self.bytes_bf16 / self.bytes if self.bytes else 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{'tokens':<24}{self.tokens:>14,}", f"{'segments':<24}{self.segments:>14,}"]
+        lines += [f"{kind + ' bytes':<24}{count:>14,}" for kind, count in self.bytes_by_kind.items()]
+        lines += [f"{'bytes':<24}{self.bytes:>14,}", f"{'bytes as bf16':<24}{self.bytes_bf16:>14,}"]
+        lines += [f"{'ratio':<24}{self.ratio:>14.2f}"]
+        lines += [f"{'dense materializations':<24}{self.dense_materializations:>14,}"]
+        return "\n".join(lines)
+
+
+def collect(layers: Iterable[CacheLayerMixin]) -> CacheStats:
+    """Measures the layers of a cache."""
+    held: dict[int, tuple[str, int]] = {}
+    tokens = bf16 = materializations = 0
+    segments: set[int] = set()
+    for layer in layers:
+        if isinstance(layer, MosaicKVLayer):
+            layer.settle()
+        for kind, tensor in _tensors(layer):
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                held.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+        if isinstance(layer, MosaicKVLayer):
+            layer.settle()
+            tokens = max(tokens, layer.get_seq_length())
+            materializations += layer.materializations
+            segments.update(id(segment) for row in layer.rows for segment in row.segments)
+            if layer.is_initialized:
+                per_token = layer.num_key_value_heads * (layer.key_head_dim + layer.value_head_dim) * 2
+                bf16 += sum(row.length for row in layer.rows) * per_token
+        elif isinstance(layer, CacheLayerMixin) and layer.is_initialized:
+            tokens = max(tokens, layer.get_seq_length())
+            bf16 += (layer.keys.numel() + layer.values.numel()) * 2
+    counts = Counter({kind: 0 for kind in KINDS})
+    for kind, size in held.values():
+        counts[kind] += size
+    return CacheStats(tokens, dict(counts), bf16, len(segments), materializations)
+
+
+def _tensors(layer: CacheLayerMixin) -> Iterator[tuple[str, torch.Tensor]]:
+    if not isinstance(layer, MosaicKVLayer):
+        for states in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if states is not None:
+                yield "raw", states
+        return
+    for row in layer.rows:
+        for segment in row.segments:
+            yield from segment.tensors()
+        for states in (*(row.sinks or ()), *row.buffer.tensors()):
+            yield "raw", states
