@@ -8,7 +8,7 @@ from typing import Any
 _SELECTIONS = ("top_r", "threshold")
 _INDEXES = ("principal", "mean")
 _BACKENDS = ("auto", "torch")
-_VALUE_BITS = ("native", 16, 8, 4, 2)
+_BITS = ("native", 16, 8, 4, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,16 @@ class MosaicKVConfig:
             elements of every vector (the paper's rule); `"threshold"` keeps those that do not round to zero at the
             segment's quantization step, so that every vector gets the count it needs.
         key_channel_ratio, value_channel_ratio (`float`): share of the channels that `"top_r"` keeps, in (0, 1].
-        key_step, value_step (`float`): the quantization step, in units of the segment's root mean square (per KV
-            head). `"threshold"` keeps an element from `dead_zone` steps upwards.
+        key_step, value_step (`float`): the quantization step, in units of the segment's standard deviation (per
+            KV head, its mean taken out). `"threshold"` keeps an element from `dead_zone` steps upwards.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
-        value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the model's dtype, 16 is bf16
-            (fp16 in fp16 models), 8, 4 and 2 are integers times the segment's step.
+        key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the model's dtype, 16
+            is bf16 (fp16 in fp16 models), 8, 4 and 2 are multiples of the segment's step.
         key_int8_channels, value_int8_channels (`int`): leading channels stored for every token as int8 with a scale
-            of their own, outside the selection: the dense principal channels.
-        key_int4_channels, value_int4_channels (`int`): channels behind those, stored for every token as int4.
+            of their own, outside the selection: the dense principal channels. More than head_dim means all.
+        key_int4_channels, value_int4_channels (`int`): channels behind those, stored for every token as int4. More
+            than there are means all.
         rotate (`bool`): rotate K and V into the principal channels of their segment. Off: channels stay as they are.
         block_index (`str`): what a decode step scores to choose blocks. `"principal"` scores every token by K's
             dense channels and takes each block's best; `"mean"` scores the mean key of the block
@@ -59,15 +60,16 @@ class MosaicKVConfig:
     selection: str = "threshold"
     key_channel_ratio: float = 0.25
     value_channel_ratio: float = 0.25
-    key_step: float = 0.45
+    key_step: float = 0.65
     value_step: float = 0.8
     dead_zone: float = 0.5
     group_size: int = 1
-    value_bits: int | str = 4
-    key_int8_channels: int = 4
-    key_int4_channels: int = 20
-    value_int8_channels: int = 0
-    value_int4_channels: int = 16
+    key_bits: int | str = 4
+    value_bits: int | str = 2
+    key_int8_channels: int = 8
+    key_int4_channels: int = 24
+    value_int8_channels: int = 4
+    value_int4_channels: int = 12
     rotate: bool = True
     block_index: str = "principal"
     index_channels: int = 32
@@ -86,7 +88,8 @@ class MosaicKVConfig:
         _one_of(self, "selection", _SELECTIONS)
         _one_of(self, "block_index", _INDEXES)
         _one_of(self, "backend", _BACKENDS)
-        _one_of(self, "value_bits", _VALUE_BITS)
+        _one_of(self, "key_bits", _BITS)
+        _one_of(self, "value_bits", _BITS)
         for name in ("key_channel_ratio", "value_channel_ratio", "token_ratio", "dead_zone"):
             _number(self, name, "a number in (0, 1]", lambda x: 0 < x <= 1)
         for name in ("key_step", "value_step"):
@@ -111,25 +114,30 @@ class MosaicKVConfig:
         for name in ("buffer_tokens", "segment_length"):
             if getattr(self, name) % self.block_size or getattr(self, name) == 0:
                 raise _error(name, getattr(self, name), f"a positive multiple of block_size ({self.block_size})")
-        if self.selection == "threshold" and self.value_bits not in (8, 4, 2):
-            raise _error("value_bits", self.value_bits, 'one of 8, 4, 2 with selection="threshold", which quantizes')
+        for name in ("key_bits", "value_bits"):
+            if self.selection == "threshold" and getattr(self, name) not in (8, 4, 2):
+                raise _error(name, getattr(self, name), 'one of 8, 4, 2 with selection="threshold", which quantizes')
         if (self.key_int4_channels or self.value_int4_channels) and self.block_size % 2:
             raise _error("block_size", self.block_size, "even where channels are stored as int4")
-        if self.block_index == "principal" and self.token_ratio < 1 and not self.num_dense("key"):
+        if (
+            self.block_index == "principal"
+            and self.token_ratio < 1
+            and not (self.key_int8_channels or self.key_int4_channels)
+        ):
             raise _error("block_index", "principal", '"mean" where K has no dense channels and token_ratio < 1')
 
-    def num_dense(self, kind: str) -> int:
-        """Dense channels of K (`kind="key"`) or V (`"value"`)."""
-        return getattr(self, f"{kind}_int8_channels") + getattr(self, f"{kind}_int4_channels")
+    def dense_channels(self, kind: str, head_dim: int) -> tuple[int, int]:
+        """Dense int8 and int4 channels of K (`kind="key"`) or V (`"value"`) of this head_dim.
 
-    def check_head_dim(self, head_dim: int, kind: str) -> None:
-        """Raises `ValueError` when the config does not fit K (`kind="key"`) or V (`"value"`) of this head_dim."""
-        dense = self.num_dense(kind)
-        if dense > head_dim:
-            raise _error(f"{kind}_int8_channels + {kind}_int4_channels", dense, f"at most the head_dim, {head_dim}")
-        if (head_dim - dense) % self.group_size:
-            allowed = f"a divisor of the {kind} head_dim less its dense channels ({head_dim} - {dense})"
+        Raises:
+            ValueError: `group_size` does not divide what is left of head_dim.
+        """
+        num_int8 = min(getattr(self, f"{kind}_int8_channels"), head_dim)
+        num_int4 = min(getattr(self, f"{kind}_int4_channels"), head_dim - num_int8)
+        if (head_dim - num_int8 - num_int4) % self.group_size:
+            allowed = f"a divisor of the {kind} head_dim less its dense channels ({head_dim} - {num_int8 + num_int4})"
             raise _error("group_size", self.group_size, allowed)
+        return num_int8, num_int4
 
     @classmethod
     def preset(cls, name: str) -> "MosaicKVConfig":
@@ -176,6 +184,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": {
         "selection": "top_r",
+        "key_bits": 16,
         "value_bits": 16,
         "key_int8_channels": 0,
         "key_int4_channels": 0,
@@ -188,6 +197,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "selection": "top_r",
         "key_channel_ratio": 1.0,
         "value_channel_ratio": 1.0,
+        "key_bits": "native",
         "value_bits": "native",
         "key_int8_channels": 0,
         "key_int4_channels": 0,

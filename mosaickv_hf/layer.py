@@ -50,8 +50,8 @@ class MosaicKVLayer(CacheLayerMixin):
     # What a forward pass calls
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.config.check_head_dim(key_states.shape[-1], "key")
-        self.config.check_head_dim(value_states.shape[-1], "value")
+        self.config.dense_channels("key", key_states.shape[-1])
+        self.config.dense_channels("value", value_states.shape[-1])
         self.dtype, self.device = key_states.dtype, key_states.device
         self.num_key_value_heads = key_states.shape[1]
         self.key_head_dim, self.value_head_dim = key_states.shape[-1], value_states.shape[-1]

@@ -7,6 +7,7 @@ One `PackedSegment` holds a run of tokens of one sequence in one layer. It is im
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -118,7 +119,7 @@ class PackedStates:
     def head_units(self) -> list[int]:
         """Units of `values` that each KV head takes."""
         starts = self.offsets[:, 0].tolist() + [self.values.numel()]
-        return [end - start for start, end in zip(starts, starts[1:])]
+        return [end - start for start, end in pairwise(starts)]
 
 
 def _exclusive_sum(units: list[int], like: torch.Tensor) -> torch.Tensor:

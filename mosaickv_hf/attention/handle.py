@@ -77,7 +77,9 @@ class Handle(torch.Tensor):
             result = follow(*args, **kwargs)
             if result is not None:
                 return result
-        return super().__torch_function__(func, types, args, kwargs)
+        # Not torch.Tensor's own: that would make handles of dense results.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -12,16 +12,12 @@ Bases = tuple[Basis, Basis]
 
 def fit_bases(keys: Moments, values: Moments, config: MosaicKVConfig) -> Bases:
     """Bases for K and for V from the moments of the tokens to pack."""
-    quantized = config.value_bits in (8, 4, 2)
 
     def fit(moments: Moments, kind: str) -> Basis:
-        return fit_basis(
-            moments,
-            rotate=config.rotate,
-            num_int8=getattr(config, f"{kind}_int8_channels"),
-            num_int4=getattr(config, f"{kind}_int4_channels"),
-            step=getattr(config, f"{kind}_step") if quantized else None,
-        )
+        num_int8, num_int4 = config.dense_channels(kind, moments.total.shape[-1])
+        quantized = getattr(config, f"{kind}_bits") in (8, 4, 2)
+        step = getattr(config, f"{kind}_step") if quantized else None
+        return fit_basis(moments, rotate=config.rotate, num_int8=num_int8, num_int4=num_int4, step=step)
 
     return fit(keys, "key"), fit(values, "value")
 
@@ -39,7 +35,7 @@ def compress(keys: torch.Tensor, values: torch.Tensor, bases: Bases, config: Mos
 
 def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, config: MosaicKVConfig) -> PackedSegment:
     def packed(states: torch.Tensor, basis: Basis, kind: str) -> PackedStates:
-        bits, dtype = config.value_bits, states.dtype
+        bits, dtype = getattr(config, f"{kind}_bits"), states.dtype
         if bits == "native":
             bits = 8 * dtype.itemsize
         elif bits == 16 and dtype != torch.float16:
@@ -47,7 +43,7 @@ def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, confi
         return pack(
             states,
             basis,
-            num_int8=getattr(config, f"{kind}_int8_channels"),
+            num_int8=config.dense_channels(kind, states.shape[-1])[0],
             selection=config.selection,
             channel_ratio=getattr(config, f"{kind}_channel_ratio"),
             dead_zone=config.dead_zone,

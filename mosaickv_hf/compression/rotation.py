@@ -7,7 +7,7 @@ from ..segments import Basis
 # Tokens a pass over a long prompt works on at a time: bounds its temporary memory.
 CHUNK_TOKENS = 4096
 # Range of the dense channels, in standard deviations from the mean. Eight bits can afford never to clip; four cannot.
-_INT8_RANGE, _INT4_RANGE = 8.0, 3.0
+_INT8_RANGE, _INT4_RANGE = 8.0, 2.5
 
 
 class Moments:
@@ -44,7 +44,8 @@ def fit_basis(moments: Moments, *, rotate: bool, num_int8: int, num_int4: int, s
         moments: of at least one vector.
         rotate: whether to rotate into the principal channels.
         num_int8, num_int4: leading channels stored densely.
-        step: quantization step of the other channels in units of the segment's rms; None if they are not quantized.
+        step: quantization step of the other channels in units of the segment's standard deviation, all channels
+            together; None if they are not quantized.
     """
     heads, head_dim = moments.total.shape
     # Double precision: single loses the small channels' directions where one channel dominates.
@@ -60,9 +61,10 @@ def fit_basis(moments: Moments, *, rotate: bool, num_int8: int, num_int4: int, s
         products = rounded.transpose(-1, -2) @ products @ rounded
     energy = products.diagonal(dim1=-2, dim2=-1)
     tiny = torch.finfo(torch.float32).tiny
-    unit = torch.ones_like(energy[:, 0]) if step is None else (energy.mean(-1).sqrt() * step).clamp_min(tiny)
+    variance = (energy - mean.square()).clamp_min(0)
+    unit = torch.ones_like(energy[:, 0]) if step is None else (variance.mean(-1).sqrt() * step).clamp_min(tiny)
     num_dense = num_int8 + num_int4
-    deviation = (energy - mean.square())[:, :num_dense].clamp_min(0).sqrt()
+    deviation = variance[:, :num_dense].sqrt()
     scale = torch.cat(
         [
             deviation[:, :num_int8] * (_INT8_RANGE / 127),

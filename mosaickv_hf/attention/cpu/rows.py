@@ -1,0 +1,324 @@
+"""Unpacking: eight tokens of a source at a time, as rows of fp32 in a buffer that stays in the first-level cache.
+
+A row holds the dense channels' units, then the sparse channels in steps, each part rounded up to whole vectors with
+zeros; what a unit and a step are worth is folded into the query and into the output.
+"""
+
+import numpy as np
+from numba import njit
+
+from .fields import (
+    BF16,
+    FP16,
+    FP32,
+    RAW_BF16,
+    RAW_FP16,
+    RAW_FP32,
+    S_BITMAP,
+    S_BITMAP_BYTES,
+    S_BLOCK_SIZE,
+    S_CODEBOOK,
+    S_DENSE4,
+    S_DENSE8,
+    S_DENSE_WIDTH,
+    S_GROUP_SIZE,
+    S_HEAD_DIM,
+    S_HEAD_STRIDE,
+    S_KIND,
+    S_N4,
+    S_N8,
+    S_NUM_BLOCKS,
+    S_OFFSETS,
+    S_ROW_STRIDE,
+    S_VALUES,
+    S_VALUES_END,
+)
+from .simd import (
+    RANKS,
+    load8,
+    load8_bf16,
+    load8_f16,
+    load8_half_bytes,
+    load8_i8,
+    load8_nibbles,
+    load_i32,
+    load_i64,
+    load_u8,
+    load_u32,
+    popcount,
+    prefetch,
+    splat,
+    spread,
+    spread2,
+    spread4,
+    store8,
+    store_f32,
+    store_u8,
+    transpose,
+)
+
+
+def _spreads() -> np.ndarray:
+    """`[4, 256]` uint8: bitmap bits of groups of 1, 2, 4 and 8 channels to a bit per channel of one byte."""
+    table = np.zeros((4, 256), dtype=np.uint8)
+    for i in range(4):
+        for bits in range(256):
+            table[i, bits] = sum(((bits >> (channel >> i)) & 1) << channel for channel in range(8))
+    return table
+
+
+_SPREADS = _spreads()
+# A row is read in whole vectors, so up to this far past its last element.
+READ_AHEAD = 64
+
+
+@njit(forceinline=True)
+def get(table, field):
+    return load_i64(table + 8 * field)
+
+
+@njit
+def dense_lanes(states, head, block, first, out):
+    """Units of the dense channels of eight tokens of a block, from token `first` on: `[S_DENSE_WIDTH, 8]` at out."""
+    size, n8, n4 = get(states, S_BLOCK_SIZE), get(states, S_N8), get(states, S_N4)
+    place = head * get(states, S_NUM_BLOCKS) + block
+    dense8, dense4 = get(states, S_DENSE8) + place * n8 * size, get(states, S_DENSE4) + place * n4 * (size // 2)
+    if size % 8 == 0:
+        for c in range(n8):
+            store8(out + 32 * c, load8_i8(dense8 + c * size + first))
+    else:
+        for c in range(n8):
+            for lane in range(8):
+                unit = load_u8(dense8 + c * size + first + lane) if first + lane < size else 0
+                store_f32(out + 32 * c + 4 * lane, (unit ^ 128) - 128)
+    out += 32 * n8
+    half = size // 2
+    if size == 8:
+        for c in range(n4):
+            store8(out + 32 * c, load8_nibbles(dense4 + 4 * c))
+    elif size % 16 == 0:
+        high = 4 if first >= half else 0
+        start = dense4 + (first - half if first >= half else first)
+        for c in range(n4):
+            store8(out + 32 * c, load8_half_bytes(start + c * half, high))
+    else:
+        for c in range(n4):
+            for lane in range(8):
+                token = first + lane
+                unit = 0
+                if token < half:
+                    unit = load_u8(dense4 + c * half + token) & 15
+                elif token < size:
+                    unit = load_u8(dense4 + c * half + token - half) >> 4
+                store_f32(out + 32 * c + 4 * lane, unit)
+    for c in range(n4, get(states, S_DENSE_WIDTH) - n8):
+        store8(out + 32 * c, splat(0.0))
+
+
+@njit(forceinline=True)
+def _kept(bitmap, byte, group_size, num_channels):
+    """Which of the eight channels from `8 * byte` on are kept, as bits."""
+    if group_size == 1:
+        return load_u8(bitmap + byte)
+    if group_size == 2 or group_size == 4 or group_size == 8:
+        shift = popcount(group_size - 1)
+        first = (8 * byte) >> shift
+        bits = (load_u8(bitmap + (first >> 3)) >> (first & 7)) & ((1 << (8 >> shift)) - 1)
+        kept = load_u8(_SPREADS.ctypes.data + 256 * shift + bits)
+    else:
+        kept = 0
+        for lane in range(min(8, num_channels - 8 * byte)):
+            group = (8 * byte + lane) // group_size
+            kept |= ((load_u8(bitmap + (group >> 3)) >> (group & 7)) & 1) << lane
+    return kept
+
+
+@njit(forceinline=True)
+def _row_units(bitmap, num_bytes, group_size, kind):
+    """Units of `values` that a row takes."""
+    count = 0
+    for byte in range(num_bytes):
+        count += popcount(load_u8(bitmap + byte))
+    count *= group_size
+    if kind == 4:
+        return (count + 1) >> 1
+    if kind == 2:
+        return (count + 3) >> 2
+    return count
+
+
+@njit(forceinline=True)
+def _unit_bytes(kind):
+    if kind == FP32:
+        return 4
+    return 2 if kind == BF16 or kind == FP16 else 1
+
+
+def _row_kernel(fetch):
+    """A function that unpacks the sparse channels of one row, with `fetch` for the kind of its elements."""
+
+    @njit
+    def unpack(bitmap, num_channels, group_size, values, codebook, out):
+        rank = 0
+        ranks = RANKS.ctypes.data
+        for byte in range((num_channels + 7) >> 3):
+            kept = _kept(bitmap, byte, group_size, num_channels)
+            store8(out + 32 * byte, fetch(values, rank, ranks + 8 * kept, codebook))
+            rank += popcount(kept)
+        return rank
+
+    return unpack
+
+
+@njit(forceinline=True)
+def _fetch_fp32(values, rank, ranks, codebook):
+    return spread(load8(values + 4 * rank), ranks)
+
+
+@njit(forceinline=True)
+def _fetch_bf16(values, rank, ranks, codebook):
+    return spread(load8_bf16(values + 2 * rank), ranks)
+
+
+@njit(forceinline=True)
+def _fetch_fp16(values, rank, ranks, codebook):
+    return spread(load8_f16(values + 2 * rank), ranks)
+
+
+@njit(forceinline=True)
+def _fetch_i8(values, rank, ranks, codebook):
+    return spread(load8_i8(values + rank), ranks)
+
+
+@njit(forceinline=True)
+def _fetch_4(values, rank, ranks, codebook):
+    return spread4(load_i64(values + (rank >> 1)) >> (4 * (rank & 1)), ranks, load8(codebook))
+
+
+@njit(forceinline=True)
+def _fetch_2(values, rank, ranks, codebook):
+    return spread2(load_u32(values + (rank >> 2)) >> (2 * (rank & 3)), ranks, load8(codebook))
+
+
+_row_fp32, _row_bf16, _row_fp16 = _row_kernel(_fetch_fp32), _row_kernel(_fetch_bf16), _row_kernel(_fetch_fp16)
+_row_i8, _row_4, _row_2 = _row_kernel(_fetch_i8), _row_kernel(_fetch_4), _row_kernel(_fetch_2)
+
+
+@njit(forceinline=True)
+def _unpack_row(kind, bitmap, channels, group_size, values, codebook, out):
+    if kind == BF16:
+        return _row_bf16(bitmap, channels, group_size, values, codebook, out)
+    if kind == 4:
+        return _row_4(bitmap, channels, group_size, values, codebook, out)
+    if kind == 2:
+        return _row_2(bitmap, channels, group_size, values, codebook, out)
+    if kind == 8:
+        return _row_i8(bitmap, channels, group_size, values, codebook, out)
+    if kind == FP16:
+        return _row_fp16(bitmap, channels, group_size, values, codebook, out)
+    return _row_fp32(bitmap, channels, group_size, values, codebook, out)
+
+
+@njit
+def _sparse_rows(states, head, block, first, out, stride, spare):
+    """The sparse channels of eight tokens, rows `stride` bytes apart; tokens past the block are zero."""
+    kind, size, group_size = get(states, S_KIND), get(states, S_BLOCK_SIZE), get(states, S_GROUP_SIZE)
+    channels = get(states, S_HEAD_DIM) - get(states, S_N8) - get(states, S_N4)
+    num_bytes, num_blocks = get(states, S_BITMAP_BYTES), get(states, S_NUM_BLOCKS)
+    codebook, end = get(states, S_CODEBOOK), get(states, S_VALUES_END)
+    bitmap = get(states, S_BITMAP) + (head * num_blocks + block) * size * num_bytes
+    unit = _unit_bytes(kind)
+    values = get(states, S_VALUES) + unit * load_i32(get(states, S_OFFSETS) + 4 * (head * num_blocks + block))
+    for _ in range(first):
+        values += unit * _row_units(bitmap, num_bytes, group_size, kind)
+        bitmap += num_bytes
+    for token in range(first, first + 8):
+        if token >= size:
+            for i in range(0, channels, 8):
+                store8(out + 4 * i, splat(0.0))
+        elif values + unit * channels + READ_AHEAD <= end:
+            count = _unpack_row(kind, bitmap, channels, group_size, values, codebook, out)
+            if kind == 4:
+                count = (count + 1) >> 1
+            elif kind == 2:
+                count = (count + 3) >> 2
+            values += unit * count
+            bitmap += num_bytes
+        else:
+            # The buffer's last rows, from a copy that may be read past its end.
+            units = unit * _row_units(bitmap, num_bytes, group_size, kind)
+            for i in range(units):
+                store_u8(spare + i, load_u8(values + i))
+            _unpack_row(kind, bitmap, channels, group_size, spare, codebook, out)
+            values += units
+            bitmap += num_bytes
+        out += stride
+
+
+@njit
+def _raw_rows(states, head, block, length, out, stride):
+    kind, head_dim = get(states, S_KIND), get(states, S_HEAD_DIM)
+    row_stride = get(states, S_ROW_STRIDE)
+    row = get(states, S_VALUES) + head * get(states, S_HEAD_STRIDE) + 8 * block * row_stride
+    vectors = head_dim >> 3
+    for token in range(8 * block, 8 * block + 8):
+        if token >= length:
+            for i in range((head_dim + 7) >> 3):
+                store8(out + 32 * i, splat(0.0))
+        else:
+            if kind == RAW_FP32:
+                for i in range(vectors):
+                    store8(out + 32 * i, load8(row + 32 * i))
+            elif kind == RAW_BF16:
+                for i in range(vectors):
+                    store8(out + 32 * i, load8_bf16(row + 16 * i))
+            else:
+                for i in range(vectors):
+                    store8(out + 32 * i, load8_f16(row + 16 * i))
+            row += row_stride
+        out += stride
+
+
+@njit
+def unpack_rows(states, head, block, first, length, out, stride, lanes, spare):
+    """Eight tokens of a block, from its token `first` on, as rows of `S_WIDTH` fp32.
+
+    Args:
+        states: address of the fields of K or V.
+        length: tokens of a raw source that count.
+        out, stride: address of the first row; bytes from row to row.
+        lanes, spare: scratch for the dense channels `[S_DENSE_WIDTH, 8]` and for one packed row.
+    """
+    if get(states, S_KIND) >= RAW_BF16:
+        _raw_rows(states, head, block, length, out, stride)
+        return
+    dense = get(states, S_DENSE_WIDTH)
+    if dense > 0:
+        dense_lanes(states, head, block, first, lanes)
+        for c in range(0, dense, 8):
+            transpose(lanes + 32 * c, out + 4 * c, stride)
+    _sparse_rows(states, head, block, first, out + 4 * dense, stride, spare)
+
+
+@njit
+def prefetch_block(states, head, block):
+    """Asks for the memory of a packed block ahead of its use: blocks are chosen here and there."""
+    size, num_blocks = get(states, S_BLOCK_SIZE), get(states, S_NUM_BLOCKS)
+    place = head * num_blocks + block
+    units = load_i32(get(states, S_OFFSETS) + 4 * place)
+    unit = _unit_bytes(get(states, S_KIND))
+    values = get(states, S_VALUES) + unit * units
+    last = get(states, S_VALUES_END)
+    if block + 1 < num_blocks:
+        last = get(states, S_VALUES) + unit * load_i32(get(states, S_OFFSETS) + 4 * place + 4)
+    for line in range(values, last, 64):
+        prefetch(line)
+    _prefetch_range(get(states, S_BITMAP), place, get(states, S_BITMAP_BYTES) * size)
+    _prefetch_range(get(states, S_DENSE8), place, get(states, S_N8) * size)
+    _prefetch_range(get(states, S_DENSE4), place, get(states, S_N4) * (size >> 1))
+
+
+@njit
+def _prefetch_range(start, place, width):
+    for line in range(start + place * width, start + (place + 1) * width, 64):
+        prefetch(line)

@@ -1,0 +1,496 @@
+"""Phases of a decode step that decide what is attended to: queries into each basis, block scores, top-k.
+
+A phase is a function of a call's table (`A_*` fields). Threads run it together and take work items from a counter.
+"""
+
+import numpy as np
+from numba import njit
+
+from .fields import (
+    A_CHOSEN,
+    A_CHOSEN_COUNT,
+    A_CHOSEN_STARTS,
+    A_COUNTER,
+    A_GROUP,
+    A_HEADS,
+    A_KEY_BASES,
+    A_KEY_DIM,
+    A_MASK,
+    A_MASK_BYTES,
+    A_MASK_GROUP,
+    A_MASK_HEAD,
+    A_MASK_QUERY,
+    A_NUM_BLOCKS,
+    A_NUM_KEY_BASES,
+    A_NUM_RANGES,
+    A_NUM_SOURCES,
+    A_PREPARED,
+    A_PREPARED_WIDTH,
+    A_QUERIES,
+    A_QUERY,
+    A_RANGE_SUMS,
+    A_RANGES,
+    A_ROWS,
+    A_SCORES,
+    A_SCORES_WIDTH,
+    A_SCRATCH,
+    A_SCRATCH_BYTES,
+    A_SOURCES,
+    A_WORKERS,
+    B_DENSE,
+    B_DENSE_WIDTH,
+    B_HEAD_DIM,
+    B_N8,
+    B_OFFSET,
+    B_ROTATION,
+    B_ROTATION_STRIDE,
+    B_SCALE,
+    B_STEP,
+    BASIS_FIELDS,
+    C_BLOCKS,
+    C_FIRST_BLOCK,
+    C_FIRST_TOKEN,
+    C_INDEX_CHANNELS,
+    C_K,
+    C_LENGTH,
+    C_MEAN_SCALE,
+    C_MEAN_TILES,
+    C_MEANS,
+    C_SELECTED,
+    S_BASIS,
+    S_BLOCK_SIZE,
+    S_DENSE_WIDTH,
+    S_N4,
+    S_N8,
+    SOURCE_FIELDS,
+)
+from .rows import dense_lanes, get
+from .simd import (
+    add,
+    exp,
+    fma,
+    keep_lanes,
+    larger,
+    load8,
+    load8_bool,
+    load8_f16,
+    load8_i8,
+    load_f32,
+    load_i32,
+    load_i64,
+    load_splat,
+    load_u8,
+    maxima,
+    maximum,
+    next_item,
+    splat,
+    store8,
+    store_f32,
+    store_i32,
+    sub,
+    total,
+)
+
+NEG_INF = np.float32(-np.inf)
+# A prepared query row: what all its logits have in common, then the query in the basis, then the same with the worth
+# of a unit and of a step folded in, as wide as an unpacked row.
+P_CONSTANT, P_ROTATED = 0, 8
+
+
+@njit(forceinline=True)
+def join(call):
+    """The calling thread's scratch memory in this phase."""
+    return get(call, A_SCRATCH) + next_item(call + 8 * A_WORKERS) * get(call, A_SCRATCH_BYTES)
+
+
+@njit(forceinline=True)
+def basis_at(table, place):
+    return table + 8 * BASIS_FIELDS * place
+
+
+@njit(forceinline=True)
+def source_at(call, place):
+    return get(call, A_SOURCES) + 8 * SOURCE_FIELDS * place
+
+
+@njit(forceinline=True)
+def prepared_row(call, basis, head, row):
+    """Address of a prepared query row."""
+    place = (basis * get(call, A_HEADS) + head) * get(call, A_ROWS) + row
+    return get(call, A_PREPARED) + 4 * place * get(call, A_PREPARED_WIDTH)
+
+
+@njit(forceinline=True)
+def padded(n):
+    return (n + 7) >> 3 << 3
+
+
+@njit
+def mask_lanes(call, head, row, token, count, scratch):
+    """What is added to the logits of `count` tokens, at most eight, from `token` on."""
+    queries = get(call, A_QUERIES)
+    place = head * get(call, A_MASK_HEAD) + (row // queries) * get(call, A_MASK_GROUP)
+    place += (row % queries) * get(call, A_MASK_QUERY) + token
+    size = get(call, A_MASK_BYTES)
+    address = get(call, A_MASK) + size * place
+    if count == 8:
+        return load8_bool(address) if size == 1 else load8(address)
+    for i in range(count):
+        if size == 1:
+            store_f32(scratch + 4 * i, 0.0 if load_u8(address + i) else NEG_INF)
+        else:
+            store_f32(scratch + 4 * i, load_f32(address + 4 * i))
+    return keep_lanes(load8(scratch), count)
+
+
+@njit
+def prepare(call):
+    """The queries in every basis of the keys."""
+    heads, rows, bases = get(call, A_HEADS), get(call, A_ROWS), get(call, A_NUM_KEY_BASES)
+    chunks = (rows + 3) >> 2
+    while True:
+        item = next_item(call + 8 * A_COUNTER)
+        if item >= bases * heads * chunks:
+            return
+        chunk, item = item % chunks, item // chunks
+        _prepare_rows(call, item // heads, item % heads, 4 * chunk, min(4 * chunk + 4, rows))
+
+
+@njit
+def _prepare_rows(call, place, head, first, end):
+    basis = basis_at(get(call, A_KEY_BASES), place)
+    head_dim = get(call, A_KEY_DIM)
+    query = get(call, A_QUERY) + 4 * (head * get(call, A_ROWS) + first) * head_dim
+    out = prepared_row(call, place, head, first)
+    stride = 4 * get(call, A_PREPARED_WIDTH)
+    if get(basis, B_ROTATION) == 0:
+        for row in range(end - first):
+            for c in range(head_dim):
+                store_f32(out + row * stride + 4 * (P_ROTATED + c), load_f32(query + 4 * (row * head_dim + c)))
+    else:
+        # Four rows at a time; the last ones may be the same row again.
+        width = 2 * get(basis, B_ROTATION_STRIDE)
+        rotation = get(basis, B_ROTATION) + head * head_dim * width
+        r1, r2, r3 = min(1, end - first - 1), min(2, end - first - 1), min(3, end - first - 1)
+        for c in range(0, head_dim, 8):
+            a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+            for d in range(head_dim):
+                column = load8_f16(rotation + d * width + 2 * c)
+                a0 = fma(load_splat(query + 4 * d), column, a0)
+                a1 = fma(load_splat(query + 4 * (r1 * head_dim + d)), column, a1)
+                a2 = fma(load_splat(query + 4 * (r2 * head_dim + d)), column, a2)
+                a3 = fma(load_splat(query + 4 * (r3 * head_dim + d)), column, a3)
+            at = out + 4 * (P_ROTATED + c)
+            store8(at, a0)
+            store8(at + r1 * stride, a1)
+            store8(at + r2 * stride, a2)
+            store8(at + r3 * stride, a3)
+    dense, n8 = get(basis, B_DENSE), get(basis, B_N8)
+    offset, scale = get(basis, B_OFFSET) + 4 * head * dense, get(basis, B_SCALE) + 4 * head * dense
+    step = load_f32(get(basis, B_STEP) + 4 * head)
+    units = 4 * (P_ROTATED + padded(head_dim))
+    for row in range(end - first):
+        rotated, folded = out + row * stride + 4 * P_ROTATED, out + row * stride + units
+        constant = np.float32(0.0)
+        for c in range(dense):
+            q, unit = load_f32(rotated + 4 * c), load_f32(scale + 4 * c)
+            zero = load_f32(offset + 4 * c)
+            if c >= n8:
+                zero -= np.float32(7.5) * unit
+            constant += q * zero
+            store_f32(folded + 4 * c, q * unit)
+        for c in range(dense, get(basis, B_DENSE_WIDTH)):
+            store_f32(folded + 4 * c, 0.0)
+        folded += 4 * get(basis, B_DENSE_WIDTH)
+        for c in range(head_dim - dense):
+            store_f32(folded + 4 * c, load_f32(rotated + 4 * (dense + c)) * step)
+        for c in range(head_dim - dense, padded(head_dim - dense)):
+            store_f32(folded + 4 * c, 0.0)
+        store_f32(out + row * stride + 4 * P_CONSTANT, constant)
+
+
+# Block scores
+
+
+@njit
+def score(call):
+    """`A_SCORES` and `A_RANGE_SUMS`: every head's score of every packed block."""
+    heads, group = get(call, A_HEADS), get(call, A_GROUP)
+    scratch = join(call)
+    while True:
+        item = next_item(call + 8 * A_COUNTER)
+        if item >= get(call, A_NUM_RANGES) * heads:
+            return
+        place, head = item // heads, item % heads
+        span = get(call, A_RANGES) + 24 * place
+        source, first, end = source_at(call, load_i64(span)), load_i64(span + 8), load_i64(span + 16)
+        if get(source, C_MEANS) != 0:
+            _score_means(call, source, head, first, end, scratch)
+        else:
+            _score_tokens(call, source, head, first, end, scratch)
+        for row in range(group):
+            scores = _scores_at(call, source, head, row) + 4 * first
+            _sum_exp(scores, end - first, get(call, A_RANGE_SUMS) + 8 * (item * group + row), scratch)
+
+
+@njit(forceinline=True)
+def _scores_at(call, source, head, row):
+    place = (head * get(call, A_GROUP) + row) * get(call, A_SCORES_WIDTH) + get(source, C_FIRST_BLOCK)
+    return get(call, A_SCORES) + 4 * place
+
+
+@njit
+def _dot_lanes(query, channels, lanes, stride):
+    """Eight vectors: sum over c of `query[c] * lanes[i, c]` for i in 0..7, `stride` bytes apart."""
+    a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    a4, a5, a6, a7 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    for c in range(channels):
+        q = load_splat(query + 4 * c)
+        at = lanes + 32 * c
+        a0 = fma(q, load8(at), a0)
+        a1 = fma(q, load8(at + stride), a1)
+        a2 = fma(q, load8(at + 2 * stride), a2)
+        a3 = fma(q, load8(at + 3 * stride), a3)
+        a4 = fma(q, load8(at + 4 * stride), a4)
+        a5 = fma(q, load8(at + 5 * stride), a5)
+        a6 = fma(q, load8(at + 6 * stride), a6)
+        a7 = fma(q, load8(at + 7 * stride), a7)
+    return a0, a1, a2, a3, a4, a5, a6, a7
+
+
+@njit
+def _score_means(call, source, head, first, end, scratch):
+    """By the mean keys of blocks `first` (a multiple of eight) to `end`."""
+    channels, group = get(source, C_INDEX_CHANNELS), get(call, A_GROUP)
+    means = get(source, C_MEANS) + (head * get(source, C_MEAN_TILES) + (first >> 3)) * channels * 8
+    scale = get(source, C_MEAN_SCALE) + 4 * head * channels
+    basis = get(source + 8 * C_K, S_BASIS)
+    queries, line = scratch, scratch + 4 * group * channels
+    lanes = line + 32
+    for row in range(group):
+        rotated = prepared_row(call, basis, head, row) + 4 * P_ROTATED
+        for c in range(channels):
+            store_f32(queries + 4 * (row * channels + c), load_f32(rotated + 4 * c) * load_f32(scale + 4 * c))
+    stride = 32 * channels
+    for tile in range((end - first + 63) >> 6):
+        count = min(64, end - first - 64 * tile)
+        for i in range(((count + 7) >> 3) * channels):
+            store8(lanes + 32 * i, load8_i8(means + 8 * i))
+        means += 64 * channels
+        for row in range(group):
+            scores = _scores_at(call, source, head, row) + 4 * (first + 64 * tile)
+            a0, a1, a2, a3, a4, a5, a6, a7 = _dot_lanes(queries + 4 * row * channels, channels, lanes, stride)
+            if count == 64:
+                store8(scores, a0)
+                store8(scores + 32, a1)
+                store8(scores + 64, a2)
+                store8(scores + 96, a3)
+                store8(scores + 128, a4)
+                store8(scores + 160, a5)
+                store8(scores + 192, a6)
+                store8(scores + 224, a7)
+            else:
+                out = lanes + 8 * stride
+                store8(out, a0)
+                store8(out + 32, a1)
+                store8(out + 64, a2)
+                store8(out + 96, a3)
+                store8(out + 128, a4)
+                store8(out + 160, a5)
+                store8(out + 192, a6)
+                store8(out + 224, a7)
+                for i in range(count):
+                    store_f32(scores + 4 * i, load_f32(out + 4 * i))
+    if get(call, A_MASK_BYTES) != 0:
+        size = get(source + 8 * C_K, S_BLOCK_SIZE)
+        for row in range(group):
+            for block in range(first, end):
+                best = splat(NEG_INF)
+                for token in range(block * size, min((block + 1) * size, get(source, C_LENGTH)), 8):
+                    count = min(8, min((block + 1) * size, get(source, C_LENGTH)) - token)
+                    bias = mask_lanes(call, head, row, get(source, C_FIRST_TOKEN) + token, count, line)
+                    best = larger(bias, best)
+                at = _scores_at(call, source, head, row) + 4 * block
+                store_f32(at, load_f32(at) + maximum(best))
+
+
+@njit
+def _score_tokens(call, source, head, first, end, scratch):
+    """By the best dense channels' logit of the tokens of blocks `first` to `end`."""
+    keys, group = source + 8 * C_K, get(call, A_GROUP)
+    size, length = get(keys, S_BLOCK_SIZE), get(source, C_LENGTH)
+    channels, basis = get(keys, S_N8) + get(keys, S_N4), get(keys, S_BASIS)
+    units = 4 * (P_ROTATED + padded(get(call, A_KEY_DIM)))
+    per_block = (size + 7) >> 3
+    line, lanes = scratch, scratch + 64
+    stride = 32 * get(keys, S_DENSE_WIDTH)
+    masked = get(call, A_MASK_BYTES) != 0
+    bias = lanes + 8 * stride
+    place = get(source, C_FIRST_TOKEN)
+    if per_block > 1:
+        for row in range(group):
+            for block in range(first, end):
+                store_f32(_scores_at(call, source, head, row) + 4 * block, NEG_INF)
+    for start in range(first * per_block, end * per_block, 8):
+        groups = min(8, end * per_block - start)
+        whole = groups == 8
+        for i in range(groups):
+            block, token = (start + i) // per_block, 8 * ((start + i) % per_block)
+            dense_lanes(keys, head, block, token, lanes + i * stride)
+            whole &= token + 8 <= size and block * size + token + 8 <= length
+        for row in range(group):
+            prepared = prepared_row(call, basis, head, row)
+            a0, a1, a2, a3, a4, a5, a6, a7 = _dot_lanes(prepared + units, channels, lanes, stride)
+            if masked or not whole:
+                store8(bias, a0)
+                store8(bias + 32, a1)
+                store8(bias + 64, a2)
+                store8(bias + 96, a3)
+                store8(bias + 128, a4)
+                store8(bias + 160, a5)
+                store8(bias + 192, a6)
+                store8(bias + 224, a7)
+                for i in range(groups):
+                    block, token = (start + i) // per_block, 8 * ((start + i) % per_block)
+                    count = min(8, min(size, length - block * size) - token)
+                    x = load8(bias + 32 * i)
+                    if count <= 0:
+                        x = splat(NEG_INF)
+                    else:
+                        if masked:
+                            x = add(x, mask_lanes(call, head, row, place + block * size + token, count, line))
+                        x = keep_lanes(x, count)
+                    store8(bias + 32 * i, x)
+                a0, a1, a2, a3 = load8(bias), load8(bias + 32), load8(bias + 64), load8(bias + 96)
+                a4, a5, a6, a7 = load8(bias + 128), load8(bias + 160), load8(bias + 192), load8(bias + 224)
+            best = add(maxima(a0, a1, a2, a3, a4, a5, a6, a7), load_splat(prepared + 4 * P_CONSTANT))
+            scores = _scores_at(call, source, head, row)
+            if per_block == 1 and groups == 8:
+                store8(scores + 4 * start, best)
+            else:
+                store8(line, best)
+                for i in range(groups):
+                    at = scores + 4 * ((start + i) // per_block)
+                    if per_block == 1:
+                        store_f32(at, load_f32(line + 4 * i))
+                    else:
+                        store_f32(at, max(load_f32(at), load_f32(line + 4 * i)))
+
+
+@njit
+def _sum_exp(scores, count, out, scratch):
+    """The largest of `count` scores and the sum of `exp(score - largest)`."""
+    tail = count & 7
+    for i in range(tail):
+        store_f32(scratch + 4 * i, load_f32(scores + 4 * (count - tail + i)))
+    last = keep_lanes(load8(scratch), tail)
+    best = last
+    for i in range(0, count - tail, 8):
+        best = larger(load8(scores + 4 * i), best)
+    largest = maximum(best)
+    store_f32(out, largest)
+    if largest == NEG_INF:
+        store_f32(out + 4, 0.0)
+        return
+    shift = splat(largest)
+    sums = exp(sub(last, shift))
+    for i in range(0, count - tail, 8):
+        sums = add(sums, exp(sub(load8(scores + 4 * i), shift)))
+    store_f32(out + 4, total(sums))
+
+
+# Top-k
+
+
+@njit
+def select(call):
+    """`A_CHOSEN` and `A_CHOSEN_STARTS`: the best blocks of every KV head."""
+    heads = get(call, A_HEADS)
+    scratch = join(call)
+    while True:
+        head = next_item(call + 8 * A_COUNTER)
+        if head >= heads:
+            return
+        _best_shares(call, head)
+        _choose(call, head, scratch)
+
+
+@njit
+def _best_shares(call, head):
+    """In place of the first query head's scores: every block's largest share, log-softmax, of the group's heads."""
+    heads, group, ranges = get(call, A_HEADS), get(call, A_GROUP), get(call, A_NUM_RANGES)
+    count, width = get(call, A_NUM_BLOCKS), get(call, A_SCORES_WIDTH)
+    scores = get(call, A_SCORES) + 4 * head * group * width
+    for row in range(group):
+        largest = NEG_INF
+        for i in range(ranges):
+            largest = max(largest, load_f32(get(call, A_RANGE_SUMS) + 8 * ((i * heads + head) * group + row)))
+        whole = np.float32(0.0)
+        if largest > NEG_INF:
+            for i in range(ranges):
+                at = get(call, A_RANGE_SUMS) + 8 * ((i * heads + head) * group + row)
+                whole += load_f32(at + 4) * np.exp(load_f32(at) - largest)
+            # A head that sees nothing has no share in any block.
+            shift = splat(-(largest + np.log(whole)))
+        else:
+            shift = splat(NEG_INF)
+        mine = scores + 4 * row * width
+        if row == 0:
+            for i in range(0, count, 8):
+                store8(scores + 4 * i, add(load8(scores + 4 * i), shift))
+        else:
+            for i in range(0, count, 8):
+                share = add(load8(mine + 4 * i), shift)
+                store8(scores + 4 * i, larger(share, load8(scores + 4 * i)))
+
+
+@njit(forceinline=True)
+def _sortable(x):
+    """An fp32's bits as an integer of 0..2**32 that sorts as it does."""
+    return (x ^ ((x >> 31) & 0x7FFFFFFF)) + 2147483648
+
+
+@njit
+def _choose(call, head, scratch):
+    blocks, k = get(call, A_NUM_BLOCKS), get(call, A_CHOSEN_COUNT)
+    shares = get(call, A_SCORES) + 4 * head * get(call, A_GROUP) * get(call, A_SCORES_WIDTH)
+    # Radix selection: eleven bits at a time, from the top, of those that share the bits before.
+    left, prefix, known = k, 0, 0
+    for bits in (11, 11, 10):
+        rest = 32 - known - bits
+        bins = 1 << bits
+        for i in range(bins):
+            store_i32(scratch + 4 * i, 0)
+        for block in range(blocks):
+            key = _sortable(load_i32(shares + 4 * block))
+            if known == 0 or key >> (32 - known) == prefix:
+                at = scratch + 4 * ((key >> rest) & (bins - 1))
+                store_i32(at, load_i32(at) + 1)
+        digit = bins - 1
+        while load_i32(scratch + 4 * digit) < left:
+            left -= load_i32(scratch + 4 * digit)
+            digit -= 1
+        prefix = (prefix << bits) | digit
+        known += bits
+    # All above the k-th, and the first `left` that equal it.
+    chosen, starts = get(call, A_CHOSEN) + 4 * head * k, get(call, A_CHOSEN_STARTS)
+    selected = 0
+    for i in range(get(call, A_NUM_SOURCES)):
+        if get(source_at(call, i), C_SELECTED) >= 0:
+            selected += 1
+    starts += 4 * head * (selected + 1)
+    count = 0
+    for i in range(get(call, A_NUM_SOURCES)):
+        source = source_at(call, i)
+        if get(source, C_SELECTED) < 0:
+            continue
+        store_i32(starts + 4 * get(source, C_SELECTED), count)
+        first = get(source, C_FIRST_BLOCK)
+        for block in range(first, first + get(source, C_BLOCKS)):
+            key = _sortable(load_i32(shares + 4 * block))
+            take = key > prefix or (key == prefix and left > 0)
+            left -= key == prefix and take
+            if count < k:
+                store_i32(chosen + 4 * count, block - first)
+            count += take
+    store_i32(starts + 4 * selected, count)

@@ -1,0 +1,62 @@
+"""Models that the suite shares."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from demo_model import demo_model_path
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+# `past_key_values` in older Transformers, `cache` in newer ones.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+_SHAPE = dict(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    max_position_embeddings=4096,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+TINY = {
+    "llama-group1": (LlamaForCausalLM, LlamaConfig(**_SHAPE, num_attention_heads=4, num_key_value_heads=4)),
+    "qwen2-group3": (
+        Qwen2ForCausalLM,
+        Qwen2Config(**_SHAPE | dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2)),
+    ),
+    "qwen3-group4": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**_SHAPE, num_attention_heads=4, num_key_value_heads=1, head_dim=32),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="session", params=[*TINY, "smollm2"])
+def model(request):
+    """A small random model of each family, and the real SmolLM2-135M-Instruct; in float32 with SDPA attention."""
+    if request.param == "smollm2":
+        model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
+    else:
+        make, config = TINY[request.param]
+        torch.manual_seed(0)
+        model = make(copy.deepcopy(config))
+    model.generation_config.eos_token_id = None  # answers of a fixed length
+    return model.eval()

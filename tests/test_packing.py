@@ -1,0 +1,111 @@
+"""Packing is checked against what the strategy says should be left of each vector, element by element."""
+
+import itertools
+
+import pytest
+import torch
+
+from mosaickv_hf.compression import Moments, pack, unpack_blocks
+from mosaickv_hf.compression.packing import codebook
+from mosaickv_hf.compression.rotation import fit_basis
+
+
+def states(heads=3, n=37, head_dim=64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spectrum = torch.linspace(2, 0.2, head_dim)
+    mixing = torch.linalg.qr(torch.randn(heads, head_dim, head_dim, generator=generator))[0]
+    return (torch.randn(heads, n, head_dim, generator=generator) * spectrum) @ mixing + 0.5
+
+
+def moments(x):
+    return Moments(x.shape[0], x.shape[2]).add(x)
+
+
+def unpack(packed, n):
+    return unpack_blocks(packed, torch.arange(packed.num_blocks).expand(packed.bitmap.shape[0], -1))[:, :n]
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 37])
+@pytest.mark.parametrize(("bits", "group_size"), itertools.product([2, 4, 8, 16, 32], [1, 2, 4]))
+@pytest.mark.parametrize("selection", ["top_r", "threshold"])
+def test_what_is_kept(selection, bits, group_size, n):
+    x = states(n=n)
+    step = 0.5 if bits <= 8 else None
+    basis = fit_basis(moments(x), rotate=True, num_int8=4, num_int4=12, step=step)
+    dtype = torch.float32 if bits == 32 else torch.bfloat16
+    packed = pack(
+        x, basis, num_int8=4, selection=selection, channel_ratio=0.5, dead_zone=0.5, group_size=group_size,
+        bits=bits, dtype=dtype, block_size=8,
+    )  # fmt: skip
+    y, got = basis.rotate(x), unpack(packed, n)
+
+    dense = (y[..., :16] - got[..., :16]).abs()
+    int8_limit, int4_limit = 127.01 * basis.scale[:, None, :4], 7.51 * basis.scale[:, None, 4:]
+    centred = (y[..., :16] - basis.offset[:, None]).abs()
+    unclipped = centred <= torch.cat([int8_limit, int4_limit], -1).expand_as(centred)
+    assert (dense <= basis.scale[:, None] * 0.5001)[unclipped].all()
+
+    tail = (y[..., 16:] / basis.step[:, None, None]).unflatten(-1, (-1, group_size))
+    energy = tail.square().sum(-1)
+    if selection == "threshold":
+        kept = (tail.abs() >= 0.5).any(-1)
+    else:
+        count = (32 - 16) // group_size
+        kept = energy >= energy.topk(count, -1).values[..., -1:]
+        assert (kept.sum(-1) == count).all()
+    kept = kept.repeat_interleave(group_size, -1)
+    tail, got = tail.flatten(-2), got[..., 16:] / basis.step[:, None, None]
+    assert (got[~kept] == 0).all()
+    if bits >= 16:
+        assert torch.equal(got[kept], tail[kept].to(dtype).float())
+    elif bits == 8:
+        assert torch.allclose(got[kept], tail[kept].round().clamp(-127, 127), atol=1e-4)
+    else:
+        levels = codebook(bits, group_size)
+        nearest = (tail[kept][:, None] - levels).abs().amin(-1)
+        assert torch.allclose((tail[kept] - got[kept]).abs(), nearest, atol=1e-4)
+
+
+def test_storage_is_packed():
+    """Bytes are those of the kept elements, one bit a channel and the addresses, whatever the strategy."""
+    x = states(n=64)
+    basis = fit_basis(moments(x), rotate=True, num_int8=0, num_int4=0, step=0.5)
+    packed = pack(
+        x, basis, num_int8=0, selection="top_r", channel_ratio=0.25, dead_zone=0.5, group_size=1, bits=4,
+        dtype=torch.bfloat16, block_size=8,
+    )  # fmt: skip
+    assert packed.values.nbytes == 3 * 64 * 16 // 2
+    assert packed.bitmap.nbytes == 3 * 64 * 64 // 8
+    assert packed.offsets.dtype == torch.int32 and packed.offsets.numel() == 3 * 8
+    assert packed.dense8.nbytes == packed.dense4.nbytes == 0
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_extending_is_packing_at_once(bits):
+    x = states(n=45)
+    basis = fit_basis(moments(x), rotate=True, num_int8=2, num_int4=6, step=0.5)
+    kwargs = dict(
+        num_int8=2, selection="threshold", channel_ratio=1.0, dead_zone=0.5, group_size=1, bits=bits,
+        dtype=torch.bfloat16, block_size=8,
+    )  # fmt: skip
+    whole = pack(x, basis, **kwargs)
+    parts = pack(x[:, :16], basis, **kwargs).extend(pack(x[:, 16:], basis, **kwargs))
+    for name in ("dense8", "dense4", "bitmap", "values", "offsets"):
+        assert torch.equal(getattr(whole, name), getattr(parts, name)), name
+
+
+def test_rotation_gathers_energy_and_is_incremental():
+    x = states(n=500)
+    at_once, in_parts = moments(x), Moments(3, 64)
+    for part in x.split(77, dim=1):
+        in_parts.add(part)
+    torch.testing.assert_close(
+        at_once.products, in_parts.products, atol=1e-3, rtol=1e-4
+    )  # fp32 sums of 500, in another order
+    basis = fit_basis(at_once, rotate=True, num_int8=0, num_int4=0, step=1.0)
+    rotated = basis.rotate(x)
+    energy = rotated.square().sum(1)
+    assert (energy[:, :-1] >= energy[:, 1:] * 0.999).all()
+    assert energy[:, :16].sum() > 1.5 * x.square().sum(1).topk(16).values.sum()
+    # fp16 rotations: errors of 2**-11 an element, over 64 channels
+    torch.testing.assert_close(basis.rotate_back(rotated), x, atol=2e-2, rtol=0)
