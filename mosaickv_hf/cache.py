@@ -43,10 +43,15 @@ class MosaicKVCache(Cache):
             compression = MosaicKVConfig.preset("default" if compression is None else compression)
         self.compression = compression
         if config is None:
-            super().__init__(layer_class_to_replicate=self._new_layer)
+            super().__init__(layer_class_to_replicate=self._next_layer)
         else:
             layers = DynamicCache(config=config).layers
-            super().__init__(layers=[self._new_layer() if type(x) is DynamicLayer else x for x in layers])
+            super().__init__(
+                layers=[
+                    MosaicKVLayer(compression, i) if type(layer) is DynamicLayer else layer
+                    for i, layer in enumerate(layers)
+                ]
+            )
 
     def __bool__(self) -> bool:
         return True  # an empty cache is a cache; `len` would say otherwise
@@ -80,7 +85,7 @@ class MosaicKVCache(Cache):
                     raise ValueError(f"`cache` must be a DynamicCache, got a {type(layer).__name__} as layer {i}")
                 layers.append(copy.deepcopy(layer))
                 continue
-            layers.append(result._new_layer())
+            layers.append(MosaicKVLayer(result.compression, i))
             if layer.get_seq_length():
                 starts = _padding(attention_mask, layer.keys.shape[0], layer.keys.shape[2])
                 layers[-1].fill(layer.keys, layer.values, starts)
@@ -103,8 +108,8 @@ class MosaicKVCache(Cache):
         """What the cache holds now: tokens, measured bytes by kind, segments, dense materializations."""
         return collect(self.layers)
 
-    def _new_layer(self) -> MosaicKVLayer:
-        return MosaicKVLayer(self.compression)
+    def _next_layer(self) -> MosaicKVLayer:
+        return MosaicKVLayer(self.compression, len(self.layers))
 
     def _mosaic_layers(self) -> list[MosaicKVLayer]:
         return [layer for layer in self.layers if isinstance(layer, MosaicKVLayer)]

@@ -38,9 +38,12 @@ class MosaicKVLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, config: MosaicKVConfig):
+    def __init__(self, config: MosaicKVConfig, index: int = 0):
         super().__init__()
         self.config = config
+        self.index = index
+        # Layers take turns at packing what is generated, so that no single decode step packs all of them.
+        self._phase = index * config.block_size % config.buffer_tokens
         self.rows: list[SequenceStore] = []
         self.starts: list[int | None] = []
         self.materializations = 0
@@ -210,7 +213,7 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens, and what the first ones settled: batch size, heads, dtype, device."""
-        self.__init__(self.config)
+        self.__init__(self.config, self.index)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -252,7 +255,7 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def _pack_ripe(self, prompt: bool) -> None:
         """Packs what is due in every row; rows that are equal up to there (beams of one prompt) are packed once."""
-        while due := [sequence for sequence in self.rows if sequence.ripe(self.config, prompt)]:
+        while due := [sequence for sequence in self.rows if sequence.ripe(self.config, prompt, self._phase)]:
             families: list[list[SequenceStore]] = []
             for sequence in due:
                 family = next((f for f in families if f[0].equals(sequence)), None)
@@ -261,7 +264,7 @@ class MosaicKVLayer(CacheLayerMixin):
                 else:
                     family.append(sequence)
             for first, *twins in families:
-                first.pack(first.ripe(self.config, prompt), self.config)
+                first.pack(first.ripe(self.config, prompt, self._phase), self.config)
                 for twin in twins:
                     twin.follow(first)
 

@@ -96,20 +96,25 @@ class SequenceStore:
         sinks = 0 if self.sinks is None else self.sinks[0].shape[1]
         return sinks + self.packed_length + self.buffer.length
 
-    def ripe(self, config: MosaicKVConfig, prompt: bool) -> int:
+    def ripe(self, config: MosaicKVConfig, prompt: bool, phase: int = 0) -> int:
         """Tokens of the buffer that are to be packed now, oldest first, not counting sinks; 0 for none.
 
         Args:
             prompt: whether more of the prompt may come. Then tokens wait until there are enough for a segment with
                 a rotation of its own; otherwise until `buffer_tokens` have come together.
+            phase: multiple of block_size below `buffer_tokens`. The number of packed tokens is kept at this modulo
+                `buffer_tokens`, so that layers of different phase pack at different decode steps.
         """
         if self.sinks is None and self.length < config.min_length:
             return 0
         waiting = self.buffer.length - config.recent_window - (config.sink_tokens if self.sinks is None else 0)
         waiting = min(waiting, config.segment_length)
         waiting -= waiting % config.block_size
-        enough = max(config.min_segment_length if prompt else config.buffer_tokens, 1)
-        return waiting if waiting >= enough else 0
+        if prompt:
+            return waiting if waiting >= max(config.min_segment_length, 1) else 0
+        if waiting >= config.buffer_tokens:
+            return waiting
+        return max(0, waiting - (self.packed_length + waiting - phase) % config.buffer_tokens)
 
     def pack(self, count: int, config: MosaicKVConfig) -> None:
         """Packs the buffer's oldest `count` tokens, behind the sinks, which are set aside first."""

@@ -1,0 +1,65 @@
+"""The default preset on the real SmolLM2, against DynamicCache; `scripts/check_accuracy.py` measures more."""
+
+import statistics
+
+import pytest
+import torch
+from check_accuracy import divergence, greedy
+from conftest import CACHE
+from demo_model import demo_model_path
+from needle import make_needle, prompt_ids
+from transformers import AutoTokenizer, DynamicCache
+
+from mosaickv_hf import MosaicKVCache
+
+SEEDS = range(1000, 1003)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo_model_path())
+
+
+@pytest.fixture(scope="module")
+def smollm2(model):
+    return model
+
+
+pytestmark = [pytest.mark.parametrize("model", ["smollm2"], indirect=True, scope="session"), pytest.mark.slow]
+
+
+def forward(model, ids, cache, chunk=None):
+    """The last logits `[vocabulary]` after a prompt, in chunks if asked."""
+    past = cache.get_seq_length()
+    for part in ids.split(chunk or ids.shape[1], dim=1):
+        past += part.shape[1]
+        mask = torch.ones(1, past, dtype=torch.long)
+        logits = model(part, attention_mask=mask, logits_to_keep=1, **{CACHE: cache}).logits[0, -1]
+    return logits
+
+
+def kl_of_turn(model, tokenizer, ids, full, mosaic, chunk=None):
+    """Both caches take the prompt and full's answer; the mean KL over the answer's tokens."""
+    first = forward(model, ids, full)
+    ours = forward(model, ids, mosaic, chunk)
+    answer, truth = greedy(model, tokenizer, first, full)
+    start = float((first.softmax(-1) * (first.log_softmax(-1) - ours.log_softmax(-1))).sum())
+    rest = divergence(model, answer, truth, mosaic)
+    # `greedy` does not feed the last token; both caches end with the same ones.
+    return (start + rest * len(truth)) / (1 + len(truth))
+
+
+def test_second_turn_and_chunks_are_as_good_as_the_first_turn(model, tokenizer):
+    first_turns, second_turns, chunked = [], [], []
+    for seed in SEEDS:
+        ids = prompt_ids(tokenizer, make_needle(tokenizer, 2600, 2, seed).text)
+        question = "<|im_end|>\n<|im_start|>user\nWrite the number again, and where it was.<|im_end|>\n<|im_start|>assistant\n"
+        second = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+        full, mosaic = DynamicCache(), MosaicKVCache()
+        first_turns.append(kl_of_turn(model, tokenizer, ids, full, mosaic))
+        second_turns.append(kl_of_turn(model, tokenizer, second, full, mosaic))
+        chunked.append(kl_of_turn(model, tokenizer, ids, DynamicCache(), MosaicKVCache(), chunk=512))
+    first = statistics.fmean(first_turns)
+    print(first_turns, second_turns, chunked)
+    assert statistics.fmean(second_turns) <= 2 * first
+    assert statistics.fmean(chunked) <= 2 * first
