@@ -6,7 +6,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .attention.handle import Handle
-from .attention.reference import attend
+from .attention.dispatch import attend
 from .compression import unpack_blocks
 from .config import MosaicKVConfig
 from .sequence import SequenceStore
@@ -110,20 +110,19 @@ class MosaicKVLayer(CacheLayerMixin):
             if start is not None:
                 seen = None if mask is None else mask[row % mask.shape[0], ..., start:]
                 output[row] = attend(grouped[row], sequence, seen, self.config).reshape(output.shape[1:])
-        self.finish(mask, num_queries)
+        self._pack_after(num_queries)
         return output
 
-    def finish(self, mask: torch.Tensor | None, num_queries: int) -> None:
-        """Stores a call's tokens and packs what is then due, so that no layer waits with a raw prompt.
+    def finish_prompt(self, mask: torch.Tensor | None, num_queries: int) -> None:
+        """Stores the first call's tokens, which were attended to as they are, and packs what is due.
 
         Args:
-            mask: as `attend` got it.
+            mask: as for `attend`.
             num_queries: tokens of the call.
         """
-        # How many heads share a mask says nothing about padding: one head's is looked at.
+        # Which heads see what is of no interest here, only where each row begins: the first head tells.
         self.settle(None if mask is None else mask[(None,) * (4 - mask.ndim)][:, :1, None])
-        if num_queries > self.config.recent_window:
-            self._pack_ripe(prompt=True)
+        self._pack_after(num_queries)
 
     def settle(self, mask: torch.Tensor | None = None) -> None:
         """Stores the tokens of the last `update`, if that has not been done.
@@ -252,6 +251,11 @@ class MosaicKVLayer(CacheLayerMixin):
         self._stored_length = keys.shape[2]
         self._pack_ripe(prompt=True)
         self._pack_ripe(prompt=False)
+
+    def _pack_after(self, num_queries: int) -> None:
+        # At once after a long chunk, so that no layer waits with a raw prompt for the next call.
+        if num_queries > self.config.recent_window:
+            self._pack_ripe(prompt=True)
 
     def _pack_ripe(self, prompt: bool) -> None:
         """Packs what is due in every row; rows that are equal up to there (beams of one prompt) are packed once."""

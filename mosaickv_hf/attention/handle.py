@@ -104,7 +104,7 @@ def _attend(
         output = scaled_dot_product_attention(
             query, key.dense(), value.dense(), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        layer.finish(attn_mask, n)
+        layer.finish_prompt(attn_mask, n)
         return output
     # Dropout is for training, and torch aligns `is_causal` to the first token, which no cached call means.
     if dropout_p > 0 or (is_causal and n > 1):

@@ -12,7 +12,6 @@ from .fields import (
     FP16,
     FP32,
     RAW_BF16,
-    RAW_FP16,
     RAW_FP32,
     S_BITMAP,
     S_BITMAP_BYTES,
@@ -35,6 +34,7 @@ from .fields import (
 )
 from .simd import (
     RANKS,
+    get,
     load8,
     load8_bf16,
     load8_f16,
@@ -70,11 +70,6 @@ def _spreads() -> np.ndarray:
 _SPREADS = _spreads()
 # A row is read in whole vectors, so up to this far past its last element.
 READ_AHEAD = 64
-
-
-@njit(forceinline=True)
-def get(table, field):
-    return load_i64(table + 8 * field)
 
 
 @njit
@@ -115,22 +110,23 @@ def dense_lanes(states, head, block, first, out):
         store8(out + 32 * c, splat(0.0))
 
 
-@njit(forceinline=True)
-def _kept(bitmap, byte, group_size, num_channels):
-    """Which of the eight channels from `8 * byte` on are kept, as bits."""
-    if group_size == 1:
-        return load_u8(bitmap + byte)
+@njit
+def _channel_bitmap(bitmap, group_size, channels, out):
+    """A row's bitmap of groups of channels to one of channels, at `out`."""
     if group_size == 2 or group_size == 4 or group_size == 8:
         shift = popcount(group_size - 1)
-        first = (8 * byte) >> shift
-        bits = (load_u8(bitmap + (first >> 3)) >> (first & 7)) & ((1 << (8 >> shift)) - 1)
-        kept = load_u8(_SPREADS.ctypes.data + 256 * shift + bits)
-    else:
+        spreads, bits = _SPREADS.ctypes.data + 256 * shift, 8 >> shift
+        for byte in range((channels + 7) >> 3):
+            first = byte * bits
+            groups = (load_u8(bitmap + (first >> 3)) >> (first & 7)) & ((1 << bits) - 1)
+            store_u8(out + byte, load_u8(spreads + groups))
+        return
+    for byte in range((channels + 7) >> 3):
         kept = 0
-        for lane in range(min(8, num_channels - 8 * byte)):
+        for lane in range(min(8, channels - 8 * byte)):
             group = (8 * byte + lane) // group_size
             kept |= ((load_u8(bitmap + (group >> 3)) >> (group & 7)) & 1) << lane
-    return kept
+        store_u8(out + byte, kept)
 
 
 @njit(forceinline=True)
@@ -158,11 +154,11 @@ def _row_kernel(fetch):
     """A function that unpacks the sparse channels of one row, with `fetch` for the kind of its elements."""
 
     @njit
-    def unpack(bitmap, num_channels, group_size, values, codebook, out):
+    def unpack(bitmap, vectors, values, codebook, out):
         rank = 0
         ranks = RANKS.ctypes.data
-        for byte in range((num_channels + 7) >> 3):
-            kept = _kept(bitmap, byte, group_size, num_channels)
+        for byte in range(vectors):
+            kept = load_u8(bitmap + byte)
             store8(out + 32 * byte, fetch(values, rank, ranks + 8 * kept, codebook))
             rank += popcount(kept)
         return rank
@@ -204,21 +200,6 @@ _row_fp32, _row_bf16, _row_fp16 = _row_kernel(_fetch_fp32), _row_kernel(_fetch_b
 _row_i8, _row_4, _row_2 = _row_kernel(_fetch_i8), _row_kernel(_fetch_4), _row_kernel(_fetch_2)
 
 
-@njit(forceinline=True)
-def _unpack_row(kind, bitmap, channels, group_size, values, codebook, out):
-    if kind == BF16:
-        return _row_bf16(bitmap, channels, group_size, values, codebook, out)
-    if kind == 4:
-        return _row_4(bitmap, channels, group_size, values, codebook, out)
-    if kind == 2:
-        return _row_2(bitmap, channels, group_size, values, codebook, out)
-    if kind == 8:
-        return _row_i8(bitmap, channels, group_size, values, codebook, out)
-    if kind == FP16:
-        return _row_fp16(bitmap, channels, group_size, values, codebook, out)
-    return _row_fp32(bitmap, channels, group_size, values, codebook, out)
-
-
 @njit
 def _sparse_rows(states, head, block, first, out, stride, spare):
     """The sparse channels of eight tokens, rows `stride` bytes apart; tokens past the block are zero."""
@@ -232,26 +213,37 @@ def _sparse_rows(states, head, block, first, out, stride, spare):
     for _ in range(first):
         values += unit * _row_units(bitmap, num_bytes, group_size, kind)
         bitmap += num_bytes
+    vectors = (channels + 7) >> 3
+    channel_bitmap = spare + unit * 8 * vectors + READ_AHEAD
     for token in range(first, first + 8):
         if token >= size:
-            for i in range(0, channels, 8):
-                store8(out + 4 * i, splat(0.0))
-        elif values + unit * channels + READ_AHEAD <= end:
-            count = _unpack_row(kind, bitmap, channels, group_size, values, codebook, out)
-            if kind == 4:
-                count = (count + 1) >> 1
-            elif kind == 2:
-                count = (count + 3) >> 2
-            values += unit * count
-            bitmap += num_bytes
-        else:
+            for i in range(vectors):
+                store8(out + 32 * i, splat(0.0))
+            out += stride
+            continue
+        bits = bitmap
+        if group_size > 1:
+            _channel_bitmap(bitmap, group_size, channels, channel_bitmap)
+            bits = channel_bitmap
+        start = values
+        if values + unit * channels + READ_AHEAD > end:
             # The buffer's last rows, from a copy that may be read past its end.
-            units = unit * _row_units(bitmap, num_bytes, group_size, kind)
-            for i in range(units):
+            for i in range(unit * _row_units(bitmap, num_bytes, group_size, kind)):
                 store_u8(spare + i, load_u8(values + i))
-            _unpack_row(kind, bitmap, channels, group_size, spare, codebook, out)
-            values += units
-            bitmap += num_bytes
+            start = spare
+        if kind == BF16:
+            values += 2 * _row_bf16(bits, vectors, start, codebook, out)
+        elif kind == 4:
+            values += (_row_4(bits, vectors, start, codebook, out) + 1) >> 1
+        elif kind == 2:
+            values += (_row_2(bits, vectors, start, codebook, out) + 3) >> 2
+        elif kind == 8:
+            values += _row_i8(bits, vectors, start, codebook, out)
+        elif kind == FP16:
+            values += 2 * _row_fp16(bits, vectors, start, codebook, out)
+        else:
+            values += 4 * _row_fp32(bits, vectors, start, codebook, out)
+        bitmap += num_bytes
         out += stride
 
 
@@ -260,10 +252,10 @@ def _raw_rows(states, head, block, length, out, stride):
     kind, head_dim = get(states, S_KIND), get(states, S_HEAD_DIM)
     row_stride = get(states, S_ROW_STRIDE)
     row = get(states, S_VALUES) + head * get(states, S_HEAD_STRIDE) + 8 * block * row_stride
-    vectors = head_dim >> 3
+    vectors = (head_dim + 7) >> 3
     for token in range(8 * block, 8 * block + 8):
         if token >= length:
-            for i in range((head_dim + 7) >> 3):
+            for i in range(vectors):
                 store8(out + 32 * i, splat(0.0))
         else:
             if kind == RAW_FP32:

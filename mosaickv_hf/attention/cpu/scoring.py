@@ -4,7 +4,7 @@ A phase is a function of a call's table (`A_*` fields). Threads run it together 
 """
 
 import numpy as np
-from numba import njit
+from numba import cfunc, njit
 
 from .fields import (
     A_CHOSEN,
@@ -39,7 +39,6 @@ from .fields import (
     A_WORKERS,
     B_DENSE,
     B_DENSE_WIDTH,
-    B_HEAD_DIM,
     B_N8,
     B_OFFSET,
     B_ROTATION,
@@ -64,11 +63,12 @@ from .fields import (
     S_N8,
     SOURCE_FIELDS,
 )
-from .rows import dense_lanes, get
+from .rows import dense_lanes
 from .simd import (
     add,
     exp,
     fma,
+    get,
     keep_lanes,
     larger,
     load8,
@@ -144,19 +144,6 @@ def mask_lanes(call, head, row, token, count, scratch):
 
 
 @njit
-def prepare(call):
-    """The queries in every basis of the keys."""
-    heads, rows, bases = get(call, A_HEADS), get(call, A_ROWS), get(call, A_NUM_KEY_BASES)
-    chunks = (rows + 3) >> 2
-    while True:
-        item = next_item(call + 8 * A_COUNTER)
-        if item >= bases * heads * chunks:
-            return
-        chunk, item = item % chunks, item // chunks
-        _prepare_rows(call, item // heads, item % heads, 4 * chunk, min(4 * chunk + 4, rows))
-
-
-@njit
 def _prepare_rows(call, place, head, first, end):
     basis = basis_at(get(call, A_KEY_BASES), place)
     head_dim = get(call, A_KEY_DIM)
@@ -210,27 +197,6 @@ def _prepare_rows(call, place, head, first, end):
 
 
 # Block scores
-
-
-@njit
-def score(call):
-    """`A_SCORES` and `A_RANGE_SUMS`: every head's score of every packed block."""
-    heads, group = get(call, A_HEADS), get(call, A_GROUP)
-    scratch = join(call)
-    while True:
-        item = next_item(call + 8 * A_COUNTER)
-        if item >= get(call, A_NUM_RANGES) * heads:
-            return
-        place, head = item // heads, item % heads
-        span = get(call, A_RANGES) + 24 * place
-        source, first, end = source_at(call, load_i64(span)), load_i64(span + 8), load_i64(span + 16)
-        if get(source, C_MEANS) != 0:
-            _score_means(call, source, head, first, end, scratch)
-        else:
-            _score_tokens(call, source, head, first, end, scratch)
-        for row in range(group):
-            scores = _scores_at(call, source, head, row) + 4 * first
-            _sum_exp(scores, end - first, get(call, A_RANGE_SUMS) + 8 * (item * group + row), scratch)
 
 
 @njit(forceinline=True)
@@ -403,19 +369,6 @@ def _sum_exp(scores, count, out, scratch):
 
 
 @njit
-def select(call):
-    """`A_CHOSEN` and `A_CHOSEN_STARTS`: the best blocks of every KV head."""
-    heads = get(call, A_HEADS)
-    scratch = join(call)
-    while True:
-        head = next_item(call + 8 * A_COUNTER)
-        if head >= heads:
-            return
-        _best_shares(call, head)
-        _choose(call, head, scratch)
-
-
-@njit
 def _best_shares(call, head):
     """In place of the first query head's scores: every block's largest share, log-softmax, of the group's heads."""
     heads, group, ranges = get(call, A_HEADS), get(call, A_GROUP), get(call, A_NUM_RANGES)
@@ -494,3 +447,53 @@ def _choose(call, head, scratch):
                 store_i32(chosen + 4 * count, block - first)
             count += take
     store_i32(starts + 4 * selected, count)
+
+
+# The phases
+
+
+@cfunc("void(int64)", cache=True)
+def prepare(call):
+    """The queries in every basis of the keys."""
+    heads, rows, bases = get(call, A_HEADS), get(call, A_ROWS), get(call, A_NUM_KEY_BASES)
+    chunks = (rows + 3) >> 2
+    while True:
+        item = next_item(call + 8 * A_COUNTER)
+        if item >= bases * heads * chunks:
+            return
+        chunk, item = item % chunks, item // chunks
+        _prepare_rows(call, item // heads, item % heads, 4 * chunk, min(4 * chunk + 4, rows))
+
+
+@cfunc("void(int64)", cache=True)
+def score(call):
+    """`A_SCORES` and `A_RANGE_SUMS`: every head's score of every packed block."""
+    heads, group = get(call, A_HEADS), get(call, A_GROUP)
+    scratch = join(call)
+    while True:
+        item = next_item(call + 8 * A_COUNTER)
+        if item >= get(call, A_NUM_RANGES) * heads:
+            return
+        place, head = item // heads, item % heads
+        span = get(call, A_RANGES) + 24 * place
+        source, first, end = source_at(call, load_i64(span)), load_i64(span + 8), load_i64(span + 16)
+        if get(source, C_MEANS) != 0:
+            _score_means(call, source, head, first, end, scratch)
+        else:
+            _score_tokens(call, source, head, first, end, scratch)
+        for row in range(group):
+            scores = _scores_at(call, source, head, row) + 4 * first
+            _sum_exp(scores, end - first, get(call, A_RANGE_SUMS) + 8 * (item * group + row), scratch)
+
+
+@cfunc("void(int64)", cache=True)
+def select(call):
+    """`A_CHOSEN` and `A_CHOSEN_STARTS`: the best blocks of every KV head."""
+    heads = get(call, A_HEADS)
+    scratch = join(call)
+    while True:
+        head = next_item(call + 8 * A_COUNTER)
+        if head >= heads:
+            return
+        _best_shares(call, head)
+        _choose(call, head, scratch)

@@ -93,6 +93,12 @@ def load_i64(b, p):
     return _load(b, p, _I64)
 
 
+@_op(_i64, _i64, _i64)
+def get(b, table, field):
+    """A field of a table of int64."""
+    return _load(b, b.add(table, b.shl(field, ir.Constant(_I64, 3))), _I64)
+
+
 @_op(_i64, _i64)
 def load_i32(b, p):
     return b.sext(_load(b, p, _I32), _I64)
@@ -373,6 +379,13 @@ def _permute(b, x, lanes):
         lane = ir.Constant(_I32, i)
         result = b.insert_element(result, b.load(b.gep(memory, [b.extract_element(lanes, lane)])), lane)
     return result
+
+
+@_op(_i64, _i64, _i64)
+def at_least(b, p, threshold):
+    """Which of the eight int32 at an address are at least `threshold`, as bits."""
+    inside = b.icmp_signed(">=", _load(b, p, _I32X8), _splat(b, b.trunc(threshold, _I32)))
+    return b.zext(b.bitcast(inside, _I8), _I64)
 
 
 def _ranks_at(b, p):

@@ -1,7 +1,7 @@
 """Phases that attend: partial softmax over every source of tokens, and the merge of the partials."""
 
 import numpy as np
-from numba import njit
+from numba import cfunc, njit
 
 from .fields import (
     A_CHOSEN,
@@ -44,12 +44,13 @@ from .fields import (
     S_KIND,
     S_WIDTH,
 )
-from .rows import get, prefetch_block, unpack_rows
+from .rows import prefetch_block, unpack_rows
 from .scoring import P_CONSTANT, P_ROTATED, basis_at, join, mask_lanes, padded, prepared_row, source_at
 from .simd import (
     add,
     exp,
     fma,
+    get,
     keep_lanes,
     larger,
     load8,
@@ -74,26 +75,6 @@ NEG_INF = np.float32(-np.inf)
 # Tokens whose logits are computed, and whose values are unpacked, before they are used: their values fit the
 # first-level cache.
 TILE = 32
-
-
-@njit
-def attend(call):
-    """`A_PARTIALS`: every KV head's and query chunk's softmax over every slot, in the values' rotated space."""
-    heads, rows, chunk, slots = get(call, A_HEADS), get(call, A_ROWS), get(call, A_CHUNK), get(call, A_NUM_SLOTS)
-    chunks = (rows + chunk - 1) // chunk
-    scratch = join(call)
-    while True:
-        item = next_item(call + 8 * A_COUNTER)
-        if item >= heads * chunks * slots:
-            return
-        partial = get(call, A_PARTIALS) + 4 * item * get(call, A_PARTIAL_WIDTH)
-        slot, item = get(call, A_SLOTS) + 24 * (item % slots), item // slots
-        first = (item % chunks) * chunk
-        count = min(chunk, rows - first)
-        source = source_at(call, load_i64(slot))
-        _attend_part(
-            call, source, item // chunks, first, count, load_i64(slot + 8), load_i64(slot + 16), partial, scratch
-        )
 
 
 @njit
@@ -132,7 +113,7 @@ def _attend_part(call, source, head, first_row, rows, part, parts, partial, scra
 
     tile_groups = TILE // 8
     spare = scratch
-    line = spare + 4 * 1024 + 128
+    line = spare + 5 * max(key_width, value_width) + 128
     where = line + 64
     lanes = where + 8 * 3 * tile_groups
     key_rows = lanes + 32 * max(get(keys, S_DENSE_WIDTH), get(values, S_DENSE_WIDTH))
@@ -222,10 +203,7 @@ def _update_weights(weights, groups, top, whole, outputs, row, width):
     else:
         largest = before
     if largest == NEG_INF:
-        # Nothing of it is seen; a NaN stays one.
-        for i in range(groups):
-            store8(weights + 32 * i, exp(load8(weights + 32 * i)))
-        return
+        largest = np.float32(0.0)  # nothing of it is seen: weights of zero, where a NaN stays one
     shift = splat(largest)
     summed = splat(0.0)
     for i in range(groups):
@@ -308,18 +286,6 @@ def _accumulate_vector(weights, tokens, values, stride, out):
 
 
 @njit
-def merge(call):
-    """`A_OUTPUT`: all slots' partials as one softmax, each basis' part rotated back."""
-    heads, rows = get(call, A_HEADS), get(call, A_ROWS)
-    scratch = join(call)
-    while True:
-        item = next_item(call + 8 * A_COUNTER)
-        if item >= heads * rows:
-            return
-        _merge_row(call, item // rows, item % rows, scratch)
-
-
-@njit
 def _merge_row(call, head, row, scratch):
     chunk, slots, width = get(call, A_CHUNK), get(call, A_NUM_SLOTS), get(call, A_PARTIAL_WIDTH)
     rows, value_dim = get(call, A_ROWS), get(call, A_VALUE_DIM)
@@ -335,7 +301,7 @@ def _merge_row(call, head, row, scratch):
     for slot in range(slots):
         largest = max(largest, load_f32(partials + 4 * (slot * width + row_in_chunk)))
     if largest == NEG_INF:
-        return
+        largest = np.float32(0.0)  # nothing is seen: zero, or NaN if there was one
     whole = np.float32(0.0)
     collected = scratch
     plain = collected + 4 * (padded(value_dim) + 16)
@@ -357,8 +323,9 @@ def _merge_row(call, head, row, scratch):
                 store8(collected + c, fma(splat(weight), load8(values + c), load8(collected + c)))
         whole += basis_total
         _add_back(basis, head, collected, basis_total, plain, output)
-    for d in range(value_dim):
-        store_f32(output + 4 * d, load_f32(output + 4 * d) / whole)
+    if whole != 0.0:
+        for d in range(value_dim):
+            store_f32(output + 4 * d, load_f32(output + 4 * d) / whole)
 
 
 @njit
@@ -390,7 +357,42 @@ def _add_back(basis, head, collected, weight, plain, output):
             a = fma(load8(plain + 4 * c), load8_f16(rotation + 2 * c), a)
             b = fma(load8(plain + 4 * c + 32), load8_f16(rotation + 2 * c + 16), b)
             c += 16
-        if c < head_dim:
-            a = fma(load8(plain + 4 * c), load8_f16(rotation + 2 * c), a)
+        for rest in range(c, head_dim, 8):
+            a = fma(load8(plain + 4 * rest), load8_f16(rotation + 2 * rest), a)
         store_f32(output + 4 * d, load_f32(output + 4 * d) + total(add(a, b)))
         rotation += stride
+
+
+# The phases
+
+
+@cfunc("void(int64)", cache=True)
+def attend(call):
+    """`A_PARTIALS`: every KV head's and query chunk's softmax over every slot, in the values' rotated space."""
+    heads, rows, chunk, slots = get(call, A_HEADS), get(call, A_ROWS), get(call, A_CHUNK), get(call, A_NUM_SLOTS)
+    chunks = (rows + chunk - 1) // chunk
+    scratch = join(call)
+    while True:
+        item = next_item(call + 8 * A_COUNTER)
+        if item >= heads * chunks * slots:
+            return
+        partial = get(call, A_PARTIALS) + 4 * item * get(call, A_PARTIAL_WIDTH)
+        slot, item = get(call, A_SLOTS) + 24 * (item % slots), item // slots
+        first = (item % chunks) * chunk
+        count = min(chunk, rows - first)
+        source = source_at(call, load_i64(slot))
+        _attend_part(
+            call, source, item // chunks, first, count, load_i64(slot + 8), load_i64(slot + 16), partial, scratch
+        )
+
+
+@cfunc("void(int64)", cache=True)
+def merge(call):
+    """`A_OUTPUT`: all slots' partials as one softmax, each basis' part rotated back."""
+    heads, rows = get(call, A_HEADS), get(call, A_ROWS)
+    scratch = join(call)
+    while True:
+        item = next_item(call + 8 * A_COUNTER)
+        if item >= heads * rows:
+            return
+        _merge_row(call, item // rows, item % rows, scratch)

@@ -1,0 +1,236 @@
+"""The numba kernels against the torch implementations they stand in for."""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mosaickv_hf.attention import dispatch, reference
+from mosaickv_hf.compression import Moments, fit_bases, packing
+from mosaickv_hf.config import MosaicKVConfig
+from mosaickv_hf.sequence import SequenceStore
+
+pytest.importorskip("numba")
+
+# Both sum fp32 products of about a hundred channels and some hundred tokens, in another order.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that torch does not initialize holds NaN, so that what a kernel fails to write is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def states(heads: int, length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """`[heads, length, head_dim]` with an uneven spectrum and a mean, as keys of models have."""
+    basis = torch.linalg.qr(torch.randn(heads, head_dim, head_dim))[0]
+    spectrum = torch.logspace(0.3, -0.7, head_dim)
+    return ((torch.randn(heads, length, head_dim) * spectrum) @ basis + 2 * basis[:, :1]).to(dtype)
+
+
+def mask_of(kind: str, heads: int, group: int, queries: int, length: int) -> torch.Tensor | None:
+    """A mask of one of the kinds that models and callers make."""
+    if kind == "none":
+        return None
+    causal = torch.arange(length) <= torch.arange(length - queries, length)[:, None]
+    if kind == "causal":
+        return causal[None, None]
+    if kind == "random":
+        return causal & (torch.rand(heads, group, queries, length) > 0.4)
+    if kind == "most hidden":
+        return (torch.rand(1, 1, 1, length) > 0.97).expand(1, 1, queries, length)
+    if kind == "nothing":
+        return torch.zeros(1, 1, queries, length, dtype=torch.bool)
+    bias = torch.randn(heads, 1, queries, length)
+    return bias.masked_fill(~causal, torch.finfo(torch.float32).min if kind == "finite" else -torch.inf)
+
+
+MASKS = ["none", "none", "causal", "random", "most hidden", "nothing", "additive", "finite"]
+
+
+@st.composite
+def cases(draw):
+    """A config, and the shape of a sequence that goes with it."""
+    key_dim = draw(st.sampled_from([64, 96, 128, 256, 28]))
+    value_dim = draw(st.sampled_from([key_dim, key_dim, 64]))
+    block_size = draw(st.sampled_from([8, 8, 16, 6, 2, 32]))
+    group_size = draw(st.sampled_from([1, 1, 2, 4, 3]))
+    selection = draw(st.sampled_from(["threshold", "top_r"]))
+    bits = st.sampled_from([4, 2, 8] if selection == "threshold" else [16, "native", 4, 8, 2])
+    k8, v8 = draw(st.sampled_from([0, 4, 7])), draw(st.sampled_from([0, 8]))
+    k4, v4 = draw(st.sampled_from([0, 4, 20])), draw(st.sampled_from([0, 4, 16]))
+    # Sparse channels come in whole groups.
+    k8 += (key_dim - k8 - k4) % group_size
+    v8 += (value_dim - v8 - v4) % group_size
+    config = MosaicKVConfig(
+        selection=selection,
+        key_channel_ratio=draw(st.sampled_from([0.3, 1.0])),
+        value_channel_ratio=0.25,
+        key_int8_channels=k8,
+        key_int4_channels=k4,
+        value_int8_channels=v8,
+        value_int4_channels=v4,
+        key_bits=draw(bits),
+        value_bits=draw(bits),
+        group_size=group_size,
+        block_size=block_size,
+        rotate=draw(st.booleans()),
+        block_index="mean" if k8 + k4 == 0 else draw(st.sampled_from(["principal", "mean"])),
+        index_channels=draw(st.sampled_from([32, 1000])),
+        token_ratio=draw(st.sampled_from([0.2, 0.2, 1.0])),
+        min_attended_tokens=draw(st.sampled_from([0, 64])),
+        sink_tokens=draw(st.sampled_from([1, 4])),
+        buffer_tokens=96,
+        segment_length=96 * 1024,
+        min_segment_length=96,
+    )
+    return {
+        "config": config,
+        "dims": (key_dim, value_dim),
+        "heads": draw(st.sampled_from([1, 2, 3])),
+        "group": draw(st.sampled_from([1, 3, 4, 8])),
+        # Segments in blocks; a short last one shares the basis before it.
+        "segments": draw(st.sampled_from([[], [1], [200], [97, 40], [200, 3, 150]])),
+        "buffer": draw(st.sampled_from([1, 37])),
+        "crop": draw(st.sampled_from([0, 0, 1, 11])),
+        "queries": draw(st.sampled_from([1, 1, 1, 2, 5, 70])),
+        "mask": draw(st.sampled_from(MASKS)),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def sequence_of(case) -> SequenceStore:
+    """A sequence of the case's segments and raw tokens, shortened from its end by `crop`."""
+    config, (key_dim, value_dim), sequence = case["config"], case["dims"], SequenceStore()
+    for blocks in case["segments"]:
+        count = blocks * config.block_size + (config.sink_tokens if sequence.sinks is None else 0)
+        sequence.buffer.append(*(states(case["heads"], count, d, case["dtype"]) for d in (key_dim, value_dim)))
+        sequence.pack(blocks * config.block_size, config)
+    sequence.buffer.append(*(states(case["heads"], case["buffer"], d, case["dtype"]) for d in (key_dim, value_dim)))
+    if case["crop"] < sequence.length:
+        sequence.crop(case["crop"])
+    return sequence
+
+
+def check(case) -> None:
+    torch.manual_seed(case["seed"])
+    sequence, config = sequence_of(case), case["config"]
+    queries = min(case["queries"], sequence.length)
+    query = torch.randn(case["heads"], case["group"], queries, case["dims"][0])
+    query *= case["dims"][0] ** -0.5
+    mask = mask_of(case["mask"], case["heads"], case["group"], queries, sequence.length)
+    expected = reference.attend(query, sequence, mask, config)
+    actual = dispatch.attend(query, sequence, mask, config)
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_attend_equals_the_reference(case):
+    check(case)
+
+
+@pytest.mark.parametrize("block_size", [1, 6, 8, 16])
+@pytest.mark.parametrize("dense", [(0, 0), (5, 0), (4, 20), (0, 7), (96, 0)])
+def test_pack_equals_the_torch_packer(block_size, dense):
+    torch.manual_seed(0)
+    num_int8, num_int4 = dense
+    if num_int4 and block_size % 2:
+        pytest.skip("int4 channels need an even block size")
+    from mosaickv_hf.attention.cpu import pack
+
+    given_states = states(2, 157, 96)
+    moments = Moments(2, 96).add(given_states)
+    config = MosaicKVConfig(key_int8_channels=num_int8, key_int4_channels=num_int4, block_index="mean")
+    basis = fit_bases(moments, moments, config)[0]
+    for selection, bits, group_size in itertools.product(("top_r", "threshold"), (2, 4, 8, 16, 32), (1, 2, 3, 8)):
+        if (96 - sum(dense)) % group_size:
+            continue
+        arguments = {
+            "num_int8": num_int8,
+            "selection": selection,
+            "channel_ratio": 0.4,
+            "dead_zone": 0.5,
+            "group_size": group_size,
+            "bits": bits,
+            "dtype": torch.bfloat16 if bits == 16 else torch.float32,
+            "block_size": block_size,
+        }
+        expected, actual = (f(given_states, basis, **arguments) for f in (packing.pack, pack))
+        for name in ("dense8", "dense4", "bitmap", "offsets", "values"):
+            a, b = getattr(actual, name), getattr(expected, name)
+            assert a.dtype == b.dtype and torch.equal(a, b), (name, arguments)
+
+
+SMALL = {
+    "config": MosaicKVConfig(min_attended_tokens=64, min_segment_length=96, buffer_tokens=96),
+    "dims": (64, 64),
+    "heads": 2,
+    "group": 4,
+    "segments": [97, 40],
+    "buffer": 5,
+    "crop": 0,
+    "queries": 1,
+    "mask": "none",
+    "dtype": torch.float32,
+    "seed": 0,
+}
+
+
+def test_threads_may_attend_at_once():
+    torch.manual_seed(0)
+    sequence = sequence_of(SMALL)
+    queries = [torch.randn(2, 4, 1, 64) for _ in range(4)]
+    expected = [dispatch.attend(query, sequence, None, SMALL["config"]) for query in queries]
+    wrong = []
+
+    def work(query, output):
+        for _ in range(50):
+            if not torch.equal(dispatch.attend(query, sequence, None, SMALL["config"]), output):
+                wrong.append(query)
+
+    workers = [threading.Thread(target=work, args=pair) for pair in zip(queries, expected)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_nan_is_not_hidden():
+    torch.manual_seed(0)
+    sequence = sequence_of(SMALL)
+    query = torch.full((2, 4, 1, 64), torch.nan)
+    assert dispatch.attend(query, sequence, None, SMALL["config"]).isnan().all()
+
+
+@pytest.mark.slow
+def test_cpus_without_avx2(tmp_path):
+    """The same kernels, compiled for a CPU with nothing but the baseline."""
+    code = "import test_cpu_kernels as t, torch\n"
+    code += "from mosaickv_hf.attention.cpu import simd\nassert not simd._has('avx2')\n"
+    code += "for bits in (2, 4, 8, 16, 'native'):\n"
+    code += "    for dtype in (torch.float32, torch.float16):\n"
+    code += (
+        "        config = t.MosaicKVConfig(selection='top_r', key_bits=bits, value_bits=bits, min_attended_tokens=64)\n"
+    )
+    code += "        t.check({**t.SMALL, 'config': config, 'dtype': dtype})\n"
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "generic",
+        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+    }
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
