@@ -60,7 +60,7 @@ class MosaicKVConfig:
     selection: str = "threshold"
     key_channel_ratio: float = 0.25
     value_channel_ratio: float = 0.25
-    key_step: float = 0.65
+    key_step: float = 0.62
     value_step: float = 0.8
     dead_zone: float = 0.5
     group_size: int = 1
@@ -74,7 +74,7 @@ class MosaicKVConfig:
     block_index: str = "principal"
     index_channels: int = 32
     token_ratio: float = 0.1
-    min_attended_tokens: int = 512
+    min_attended_tokens: int = 1024
     block_size: int = 8
     sink_tokens: int = 4
     recent_window: int = 32

@@ -22,6 +22,7 @@ _CHUNK_ROWS = 128
 _RANGE_BLOCKS = 1024
 # Work items for each thread, so that none waits long for the last.
 _ITEMS_PER_THREAD = 4
+_FEW_ROWS = 64
 
 
 class _Plan:
@@ -136,7 +137,9 @@ def attend(
     scratch = _scratch_of(threads * scratch_bytes)
     call[f.A_SCRATCH], call[f.A_SCRATCH_BYTES] = scratch.ctypes.data, scratch_bytes
 
-    run(scoring.prepare.address, call, threads)
+    # Few rows are rotated sooner than another thread has woken up.
+    few = 1 if rows * heads <= _FEW_ROWS else threads
+    run(scoring.prepare.address, call, few)
     blocks = plan.num_blocks
     k = num_chosen_blocks(plan.packed_length, blocks, config) if queries == 1 else blocks
     if k < blocks:
@@ -164,5 +167,5 @@ def attend(
     call[f.A_SLOTS : f.A_NUM_SLOTS + 1] = slots.ctypes.data, len(slots)
     call[f.A_PARTIALS : f.A_OUTPUT + 1] = partials.data_ptr(), partial_width, output.data_ptr()
     run(softmax.attend.address, call, threads)
-    run(softmax.merge.address, call, threads)
+    run(softmax.merge.address, call, few)
     return output

@@ -159,7 +159,7 @@ def _row_kernel(fetch):
         ranks = RANKS.ctypes.data
         for byte in range(vectors):
             kept = load_u8(bitmap + byte)
-            store8(out + 32 * byte, fetch(values, rank, ranks + 8 * kept, codebook))
+            store8(out + 32 * byte, fetch(values, rank, ranks + 32 * kept, codebook))
             rank += popcount(kept)
         return rank
 

@@ -353,9 +353,9 @@ def transpose(b, source, target, stride):
 
 
 def _ranks() -> np.ndarray:
-    """`[256, 8]` int8: per bitmap byte and channel, how many channels before it are kept; negative if it is not."""
+    """`[256, 8]` int32: per bitmap byte and channel, how many channels before it are kept; negative if it is not."""
     bits = (np.arange(256)[:, None] >> np.arange(8)) & 1
-    return np.where(bits == 1, bits.cumsum(1) - bits, -128).astype(np.int8)
+    return np.where(bits == 1, bits.cumsum(1) - bits, -(2**31)).astype(np.int32)
 
 
 RANKS = _ranks()
@@ -389,7 +389,7 @@ def at_least(b, p, threshold):
 
 
 def _ranks_at(b, p):
-    return b.sext(_load(b, p, _I8X8), _I32X8)
+    return _load(b, p, _I32X8)
 
 
 def _only_kept(b, ranks, x):

@@ -40,6 +40,9 @@ def run(phase: int, call: np.ndarray, threads: int) -> None:
     threads; they share the work by taking numbers from the counters."""
     call[:2] = 0
     address = call.ctypes.data
+    if threads == 1:
+        _PLAIN(phase)(address)
+        return
     openmp = _openmp()
     if openmp is not None:
         openmp(phase, address, threads, 0)
