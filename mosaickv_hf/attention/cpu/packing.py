@@ -18,7 +18,7 @@ from .simd import (
     store_i32,
     store_u8,
 )
-from .threads import run
+from .threads import SOURCES, run
 
 (
     _COUNTER,
@@ -220,33 +220,6 @@ def _units(count, bits):
     return count
 
 
-@cfunc("void(int64)", cache=True)
-def select(call):
-    scratch = get(call, _SCRATCH) + next_item(call + 8 * _WORKERS) * get(call, _SCRATCH_BYTES)
-    head_dim, size, tokens = get(call, _HEAD_DIM), get(call, _BLOCK_SIZE), get(call, _TOKENS)
-    dense = get(call, _N8) + get(call, _N4)
-    sparse = head_dim - dense
-    blocks = (tokens + size - 1) // size
-    row_bytes = (sparse // get(call, _GROUP_SIZE) + 7) >> 3
-    keys = scratch + 4 * head_dim + 32
-    while True:
-        head, first, end = _next_range(call)
-        if head < 0:
-            return
-        step = load_f32(get(call, _STEP) + 4 * head)
-        for block in range(first, end):
-            units = 0
-            for token in range(block * size, min((block + 1) * size, tokens)):
-                row = get(call, _ROTATED) + 4 * (head * tokens + token) * head_dim
-                _store_dense(call, head, block, token - block * size, row)
-                for c in range(sparse):
-                    store_f32(scratch + 4 * c, load_f32(row + 4 * (dense + c)) / step)
-                bitmap = get(call, _BITMAP) + (head * blocks * size + token) * row_bytes
-                count = _select_groups(call, scratch, keys, bitmap)
-                units += _units(count * get(call, _GROUP_SIZE), get(call, _BITS))
-            store_i32(get(call, _UNITS) + 4 * (head * blocks + block), units)
-
-
 @njit(error_model="numpy")
 def _encode_row(bits, steps, count, boundaries, out):
     """`count` kept elements, fp32 at `steps`, as values at `out`; `steps` loses their signs."""
@@ -271,33 +244,69 @@ def _encode_row(bits, steps, count, boundaries, out):
                 byte = 0
 
 
-@cfunc("void(int64)", cache=True)
-def encode(call):
-    scratch = get(call, _SCRATCH) + next_item(call + 8 * _WORKERS) * get(call, _SCRATCH_BYTES)
-    head_dim, size, tokens = get(call, _HEAD_DIM), get(call, _BLOCK_SIZE), get(call, _TOKENS)
-    bits, group_size = get(call, _BITS), get(call, _GROUP_SIZE)
-    dense = get(call, _N8) + get(call, _N4)
-    blocks = (tokens + size - 1) // size
-    row_bytes = ((head_dim - dense) // group_size + 7) >> 3
-    unit = 4 if bits >= 16 else 1
-    while True:
-        head, first, end = _next_range(call)
-        if head < 0:
-            return
-        step = load_f32(get(call, _STEP) + 4 * head)
-        for block in range(first, end):
-            out = get(call, _VALUES) + unit * load_i32(get(call, _OFFSETS) + 4 * (head * blocks + block))
-            for token in range(block * size, min((block + 1) * size, tokens)):
-                row = get(call, _ROTATED) + 4 * ((head * tokens + token) * head_dim + dense)
-                bitmap = get(call, _BITMAP) + (head * blocks * size + token) * row_bytes
-                count = 0
-                for i in range(row_bytes):
-                    kept = load_u8(bitmap + i)
-                    while kept:
-                        group = 8 * i + popcount((kept & -kept) - 1)
-                        kept &= kept - 1
-                        for c in range(group * group_size, (group + 1) * group_size):
-                            store_f32(scratch + 4 * count, load_f32(row + 4 * c) / step)
-                            count += 1
-                _encode_row(bits, scratch, count, get(call, _BOUNDARIES), out)
-                out += unit * _units(count, bits)
+def _compile(sources: int):
+    """The phases, whose compiled forms are kept on disk until `sources` changes."""
+
+    @cfunc("void(int64)", cache=True)
+    def select(call):
+        sources  # noqa: B018
+        scratch = get(call, _SCRATCH) + next_item(call + 8 * _WORKERS) * get(call, _SCRATCH_BYTES)
+        head_dim, size, tokens = get(call, _HEAD_DIM), get(call, _BLOCK_SIZE), get(call, _TOKENS)
+        dense = get(call, _N8) + get(call, _N4)
+        sparse = head_dim - dense
+        blocks = (tokens + size - 1) // size
+        row_bytes = (sparse // get(call, _GROUP_SIZE) + 7) >> 3
+        keys = scratch + 4 * head_dim + 32
+        while True:
+            head, first, end = _next_range(call)
+            if head < 0:
+                return
+            step = load_f32(get(call, _STEP) + 4 * head)
+            for block in range(first, end):
+                units = 0
+                for token in range(block * size, min((block + 1) * size, tokens)):
+                    row = get(call, _ROTATED) + 4 * (head * tokens + token) * head_dim
+                    _store_dense(call, head, block, token - block * size, row)
+                    for c in range(sparse):
+                        store_f32(scratch + 4 * c, load_f32(row + 4 * (dense + c)) / step)
+                    bitmap = get(call, _BITMAP) + (head * blocks * size + token) * row_bytes
+                    count = _select_groups(call, scratch, keys, bitmap)
+                    units += _units(count * get(call, _GROUP_SIZE), get(call, _BITS))
+                store_i32(get(call, _UNITS) + 4 * (head * blocks + block), units)
+
+    @cfunc("void(int64)", cache=True)
+    def encode(call):
+        sources  # noqa: B018
+        scratch = get(call, _SCRATCH) + next_item(call + 8 * _WORKERS) * get(call, _SCRATCH_BYTES)
+        head_dim, size, tokens = get(call, _HEAD_DIM), get(call, _BLOCK_SIZE), get(call, _TOKENS)
+        bits, group_size = get(call, _BITS), get(call, _GROUP_SIZE)
+        dense = get(call, _N8) + get(call, _N4)
+        blocks = (tokens + size - 1) // size
+        row_bytes = ((head_dim - dense) // group_size + 7) >> 3
+        unit = 4 if bits >= 16 else 1
+        while True:
+            head, first, end = _next_range(call)
+            if head < 0:
+                return
+            step = load_f32(get(call, _STEP) + 4 * head)
+            for block in range(first, end):
+                out = get(call, _VALUES) + unit * load_i32(get(call, _OFFSETS) + 4 * (head * blocks + block))
+                for token in range(block * size, min((block + 1) * size, tokens)):
+                    row = get(call, _ROTATED) + 4 * ((head * tokens + token) * head_dim + dense)
+                    bitmap = get(call, _BITMAP) + (head * blocks * size + token) * row_bytes
+                    count = 0
+                    for i in range(row_bytes):
+                        kept = load_u8(bitmap + i)
+                        while kept:
+                            group = 8 * i + popcount((kept & -kept) - 1)
+                            kept &= kept - 1
+                            for c in range(group * group_size, (group + 1) * group_size):
+                                store_f32(scratch + 4 * count, load_f32(row + 4 * c) / step)
+                                count += 1
+                    _encode_row(bits, scratch, count, get(call, _BOUNDARIES), out)
+                    out += unit * _units(count, bits)
+
+    return select, encode
+
+
+select, encode = _compile(SOURCES)

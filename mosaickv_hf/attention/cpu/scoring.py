@@ -90,6 +90,7 @@ from .simd import (
     sub,
     total,
 )
+from .threads import SOURCES
 
 NEG_INF = np.float32(-np.inf)
 # A prepared query row: what all its logits have in common, then the query in the basis, then the same with the worth
@@ -205,7 +206,7 @@ def _scores_at(call, source, head, row):
     return get(call, A_SCORES) + 4 * place
 
 
-@njit
+@njit(forceinline=True)
 def _dot_lanes(query, channels, lanes, stride):
     """Eight vectors: sum over c of `query[c] * lanes[i, c]` for i in 0..7, `stride` bytes apart."""
     a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
@@ -449,51 +450,57 @@ def _choose(call, head, scratch):
     store_i32(starts + 4 * selected, count)
 
 
-# The phases
+def _compile(sources: int):
+    """The phases, whose compiled forms are kept on disk until `sources` changes."""
+
+    @cfunc("void(int64)", cache=True)
+    def prepare(call):
+        """The queries in every basis of the keys."""
+        sources  # noqa: B018
+        heads, rows, bases = get(call, A_HEADS), get(call, A_ROWS), get(call, A_NUM_KEY_BASES)
+        chunks = (rows + 3) >> 2
+        while True:
+            item = next_item(call + 8 * A_COUNTER)
+            if item >= bases * heads * chunks:
+                return
+            chunk, item = item % chunks, item // chunks
+            _prepare_rows(call, item // heads, item % heads, 4 * chunk, min(4 * chunk + 4, rows))
+
+    @cfunc("void(int64)", cache=True)
+    def score(call):
+        """`A_SCORES` and `A_RANGE_SUMS`: every head's score of every packed block."""
+        sources  # noqa: B018
+        heads, group = get(call, A_HEADS), get(call, A_GROUP)
+        scratch = join(call)
+        while True:
+            item = next_item(call + 8 * A_COUNTER)
+            if item >= get(call, A_NUM_RANGES) * heads:
+                return
+            place, head = item // heads, item % heads
+            span = get(call, A_RANGES) + 24 * place
+            source, first, end = source_at(call, load_i64(span)), load_i64(span + 8), load_i64(span + 16)
+            if get(source, C_MEANS) != 0:
+                _score_means(call, source, head, first, end, scratch)
+            else:
+                _score_tokens(call, source, head, first, end, scratch)
+            for row in range(group):
+                scores = _scores_at(call, source, head, row) + 4 * first
+                _sum_exp(scores, end - first, get(call, A_RANGE_SUMS) + 8 * (item * group + row), scratch)
+
+    @cfunc("void(int64)", cache=True)
+    def select(call):
+        """`A_CHOSEN` and `A_CHOSEN_STARTS`: the best blocks of every KV head."""
+        sources  # noqa: B018
+        heads = get(call, A_HEADS)
+        scratch = join(call)
+        while True:
+            head = next_item(call + 8 * A_COUNTER)
+            if head >= heads:
+                return
+            _best_shares(call, head)
+            _choose(call, head, scratch)
+
+    return prepare, score, select
 
 
-@cfunc("void(int64)", cache=True)
-def prepare(call):
-    """The queries in every basis of the keys."""
-    heads, rows, bases = get(call, A_HEADS), get(call, A_ROWS), get(call, A_NUM_KEY_BASES)
-    chunks = (rows + 3) >> 2
-    while True:
-        item = next_item(call + 8 * A_COUNTER)
-        if item >= bases * heads * chunks:
-            return
-        chunk, item = item % chunks, item // chunks
-        _prepare_rows(call, item // heads, item % heads, 4 * chunk, min(4 * chunk + 4, rows))
-
-
-@cfunc("void(int64)", cache=True)
-def score(call):
-    """`A_SCORES` and `A_RANGE_SUMS`: every head's score of every packed block."""
-    heads, group = get(call, A_HEADS), get(call, A_GROUP)
-    scratch = join(call)
-    while True:
-        item = next_item(call + 8 * A_COUNTER)
-        if item >= get(call, A_NUM_RANGES) * heads:
-            return
-        place, head = item // heads, item % heads
-        span = get(call, A_RANGES) + 24 * place
-        source, first, end = source_at(call, load_i64(span)), load_i64(span + 8), load_i64(span + 16)
-        if get(source, C_MEANS) != 0:
-            _score_means(call, source, head, first, end, scratch)
-        else:
-            _score_tokens(call, source, head, first, end, scratch)
-        for row in range(group):
-            scores = _scores_at(call, source, head, row) + 4 * first
-            _sum_exp(scores, end - first, get(call, A_RANGE_SUMS) + 8 * (item * group + row), scratch)
-
-
-@cfunc("void(int64)", cache=True)
-def select(call):
-    """`A_CHOSEN` and `A_CHOSEN_STARTS`: the best blocks of every KV head."""
-    heads = get(call, A_HEADS)
-    scratch = join(call)
-    while True:
-        head = next_item(call + 8 * A_COUNTER)
-        if head >= heads:
-            return
-        _best_shares(call, head)
-        _choose(call, head, scratch)
+prepare, score, select = _compile(SOURCES)

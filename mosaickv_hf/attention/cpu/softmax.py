@@ -70,6 +70,7 @@ from .simd import (
     sums,
     total,
 )
+from .threads import SOURCES
 
 NEG_INF = np.float32(-np.inf)
 # Tokens whose logits are computed, and whose values are unpacked, before they are used: their values fit the
@@ -363,36 +364,42 @@ def _add_back(basis, head, collected, weight, plain, output):
         rotation += stride
 
 
-# The phases
+def _compile(sources: int):
+    """The phases, whose compiled forms are kept on disk until `sources` changes."""
+
+    @cfunc("void(int64)", cache=True)
+    def attend(call):
+        """`A_PARTIALS`: every KV head's and query chunk's softmax over every slot, in the values' rotated space."""
+        sources  # noqa: B018
+        heads, rows, chunk, slots = get(call, A_HEADS), get(call, A_ROWS), get(call, A_CHUNK), get(call, A_NUM_SLOTS)
+        chunks = (rows + chunk - 1) // chunk
+        scratch = join(call)
+        while True:
+            item = next_item(call + 8 * A_COUNTER)
+            if item >= heads * chunks * slots:
+                return
+            partial = get(call, A_PARTIALS) + 4 * item * get(call, A_PARTIAL_WIDTH)
+            slot, item = get(call, A_SLOTS) + 24 * (item % slots), item // slots
+            first = (item % chunks) * chunk
+            count = min(chunk, rows - first)
+            source = source_at(call, load_i64(slot))
+            _attend_part(
+                call, source, item // chunks, first, count, load_i64(slot + 8), load_i64(slot + 16), partial, scratch
+            )
+
+    @cfunc("void(int64)", cache=True)
+    def merge(call):
+        """`A_OUTPUT`: all slots' partials as one softmax, each basis' part rotated back."""
+        sources  # noqa: B018
+        heads, rows = get(call, A_HEADS), get(call, A_ROWS)
+        scratch = join(call)
+        while True:
+            item = next_item(call + 8 * A_COUNTER)
+            if item >= heads * rows:
+                return
+            _merge_row(call, item // rows, item % rows, scratch)
+
+    return attend, merge
 
 
-@cfunc("void(int64)", cache=True)
-def attend(call):
-    """`A_PARTIALS`: every KV head's and query chunk's softmax over every slot, in the values' rotated space."""
-    heads, rows, chunk, slots = get(call, A_HEADS), get(call, A_ROWS), get(call, A_CHUNK), get(call, A_NUM_SLOTS)
-    chunks = (rows + chunk - 1) // chunk
-    scratch = join(call)
-    while True:
-        item = next_item(call + 8 * A_COUNTER)
-        if item >= heads * chunks * slots:
-            return
-        partial = get(call, A_PARTIALS) + 4 * item * get(call, A_PARTIAL_WIDTH)
-        slot, item = get(call, A_SLOTS) + 24 * (item % slots), item // slots
-        first = (item % chunks) * chunk
-        count = min(chunk, rows - first)
-        source = source_at(call, load_i64(slot))
-        _attend_part(
-            call, source, item // chunks, first, count, load_i64(slot + 8), load_i64(slot + 16), partial, scratch
-        )
-
-
-@cfunc("void(int64)", cache=True)
-def merge(call):
-    """`A_OUTPUT`: all slots' partials as one softmax, each basis' part rotated back."""
-    heads, rows = get(call, A_HEADS), get(call, A_ROWS)
-    scratch = join(call)
-    while True:
-        item = next_item(call + 8 * A_COUNTER)
-        if item >= heads * rows:
-            return
-        _merge_row(call, item // rows, item % rows, scratch)
+attend, merge = _compile(SOURCES)

@@ -1,12 +1,29 @@
-"""Running a compiled phase on several threads."""
+"""Running a compiled phase on several threads, and what its compiled form on disk depends on."""
 
 import ctypes
 import os
+import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
 import torch
+
+
+def _digest() -> int:
+    folder = os.path.dirname(__file__)
+    digest = 0
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".py"):
+            with open(os.path.join(folder, name), "rb") as file:
+                digest = zlib.crc32(file.read(), digest)
+    return digest
+
+
+SOURCES = _digest()
+"""Changes with any file of this folder. Numba compares only the file of a compiled function itself with its cache, but
+also what the function closes over: every phase closes over this."""
 
 
 @cache
@@ -16,8 +33,7 @@ def _openmp():
     One pool for both: torch's workers spin for a while after an operation, and a second pool (numba's) would have to
     share the cores with them. OpenMP keeps a pool per calling thread, so calls from several threads are safe.
     """
-    name = {"darwin": "libtorch_cpu.dylib"}.get(os.uname().sysname.lower() if hasattr(os, "uname") else "", "")
-    name = name or "libtorch_cpu.so"
+    name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
     try:
         run = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name)).GOMP_parallel
     except (OSError, AttributeError):
