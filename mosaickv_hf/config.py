@@ -7,7 +7,7 @@ from typing import Any
 
 _SELECTIONS = ("top_r", "threshold")
 _INDEXES = ("principal", "mean")
-_BACKENDS = ("auto", "torch")
+_BACKENDS = ("auto", "numba", "torch")
 _BITS = ("native", 16, 8, 4, 2)
 
 
@@ -28,7 +28,7 @@ class MosaicKVConfig:
             KV head, its mean taken out). `"threshold"` keeps an element from `dead_zone` steps upwards.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
-        key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the model's dtype, 16
+        key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the raw tokens' dtype, 16
             is bf16 (fp16 in fp16 models), 8, 4 and 2 are multiples of the segment's step.
         key_int8_channels, value_int8_channels (`int`): leading channels stored for every token as int8 with a scale
             of their own, outside the selection: the dense principal channels. More than head_dim means all.
@@ -42,6 +42,8 @@ class MosaicKVConfig:
         token_ratio (`float`): share of the packed tokens that a decode step attends to, in (0, 1]; 1 attends to all.
         min_attended_tokens (`int`): floor on the attended packed tokens, since a tenth of a short context is little.
         block_size (`int`): tokens of a selection block.
+        raw_bits (`"native"` or 16): how tokens are kept that are not packed (yet): in the model's dtype, or as bf16 in a
+            float32 model.
         sink_tokens (`int`): first tokens of a sequence, kept raw and always attended.
         recent_window (`int`): newest tokens, kept raw and always attended. A `crop` of at most this many tokens
             leaves no trace.
@@ -51,7 +53,8 @@ class MosaicKVConfig:
         min_segment_length (`int`): a segment shorter than this borrows the rotation of the one before it, if there
             is one; a prompt that arrives in chunks is collected raw until it has this many.
         min_length (`int`): sequences shorter than this stay raw.
-        backend (`str`): `"auto"` or `"torch"`.
+        backend (`str`): `"auto"` takes the compiled kernels of the device where there are some, `"numba"` insists on
+            them on CPU, `"torch"` is the plain implementation that they are tested against.
 
     Raises:
         ValueError: a value outside its range; the message names the argument, what was given and what is allowed.
@@ -60,14 +63,14 @@ class MosaicKVConfig:
     selection: str = "threshold"
     key_channel_ratio: float = 0.25
     value_channel_ratio: float = 0.25
-    key_step: float = 0.62
-    value_step: float = 0.8
+    key_step: float = 0.7
+    value_step: float = 0.85
     dead_zone: float = 0.5
     group_size: int = 1
     key_bits: int | str = 4
     value_bits: int | str = 2
-    key_int8_channels: int = 8
-    key_int4_channels: int = 24
+    key_int8_channels: int = 16
+    key_int4_channels: int = 0
     value_int8_channels: int = 4
     value_int4_channels: int = 12
     rotate: bool = True
@@ -76,6 +79,7 @@ class MosaicKVConfig:
     token_ratio: float = 0.1
     min_attended_tokens: int = 1024
     block_size: int = 8
+    raw_bits: int | str = 16
     sink_tokens: int = 4
     recent_window: int = 32
     buffer_tokens: int = 64
@@ -90,6 +94,7 @@ class MosaicKVConfig:
         _one_of(self, "backend", _BACKENDS)
         _one_of(self, "key_bits", _BITS)
         _one_of(self, "value_bits", _BITS)
+        _one_of(self, "raw_bits", ("native", 16))
         for name in ("key_channel_ratio", "value_channel_ratio", "token_ratio", "dead_zone"):
             _number(self, name, "a number in (0, 1]", lambda x: 0 < x <= 1)
         for name in ("key_step", "value_step"):
@@ -203,6 +208,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "key_int4_channels": 0,
         "value_int8_channels": 0,
         "value_int4_channels": 0,
+        "raw_bits": "native",
         "rotate": False,
         "token_ratio": 1.0,
     },

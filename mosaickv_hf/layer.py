@@ -56,6 +56,7 @@ class MosaicKVLayer(CacheLayerMixin):
         self.config.dense_channels("key", key_states.shape[-1])
         self.config.dense_channels("value", value_states.shape[-1])
         self.dtype, self.device = key_states.dtype, key_states.device
+        self._raw_dtype = torch.bfloat16 if self.config.raw_bits == 16 and self.dtype.itemsize > 2 else self.dtype
         self.num_key_value_heads = key_states.shape[1]
         self.key_head_dim, self.value_head_dim = key_states.shape[-1], value_states.shape[-1]
         self.rows = [SequenceStore() for _ in range(key_states.shape[0])]
@@ -132,7 +133,7 @@ class MosaicKVLayer(CacheLayerMixin):
         """
         if self._pending is None:
             return
-        keys, values = self._pending
+        keys, values = (states.to(self._raw_dtype) for states in self._pending)
         n = keys.shape[2]
         first_real = self._first_real(mask, n)
         for row, sequence in enumerate(self.rows):
@@ -247,7 +248,8 @@ class MosaicKVLayer(CacheLayerMixin):
         self.starts = list(starts)
         for row, (sequence, start) in enumerate(zip(self.rows, starts)):
             if start is not None:
-                sequence.buffer.append(keys[row, :, start:].detach(), values[row, :, start:].detach())
+                real = (states[row, :, start:].detach().to(self._raw_dtype) for states in (keys, values))
+                sequence.buffer.append(*real)
         self._stored_length = keys.shape[2]
         self._pack_ripe(prompt=True)
         self._pack_ripe(prompt=False)

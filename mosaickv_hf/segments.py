@@ -5,7 +5,7 @@ One `PackedSegment` holds a run of tokens of one sequence in one layer. It is im
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -99,32 +99,29 @@ class PackedStates:
     def block_size(self) -> int:
         return self.dense8.shape[3]
 
-    def extend(self, other: "PackedStates") -> "PackedStates":
-        """These rows followed by `other`'s, which have the same basis and format."""
-        # Offsets are into one buffer of all heads, so heads are interleaved anew.
-        ours, theirs = self.head_units(), other.head_units()
-        values = torch.cat([part for pair in zip(self.values.split(ours), other.values.split(theirs)) for part in pair])
-        ours_before = _exclusive_sum(ours, self.offsets)
-        theirs_before = _exclusive_sum(theirs, self.offsets)
-        ours_all = torch.tensor(ours, dtype=torch.int32, device=self.offsets.device)[:, None]
+    @classmethod
+    def join(cls, parts: "Sequence[PackedStates]") -> "PackedStates":
+        """All parts' rows in order; they have one basis and format, and all but the last hold whole blocks."""
+        units = torch.tensor([part.head_units() for part in parts])  # [parts, heads]
+        # One buffer holds all heads, so a head's units lie behind those of all parts' earlier heads.
+        order = units.T.flatten()
+        starts = (order.cumsum(0) - order).view(units.shape[1], -1)  # [heads, parts]
+        own_starts = units.cumsum(1) - units
+        shift = (starts - own_starts.T).to(torch.int32).to(parts[0].offsets.device)
+        pieces = [part.values.split(count.tolist()) for part, count in zip(parts, units)]
         return dataclasses.replace(
-            self,
-            dense8=torch.cat([self.dense8, other.dense8], dim=1),
-            dense4=torch.cat([self.dense4, other.dense4], dim=1),
-            bitmap=torch.cat([self.bitmap, other.bitmap], dim=1),
-            values=values,
-            offsets=torch.cat([self.offsets + theirs_before, other.offsets + ours_before + ours_all], dim=1),
+            parts[0],
+            dense8=torch.cat([part.dense8 for part in parts], dim=1),
+            dense4=torch.cat([part.dense4 for part in parts], dim=1),
+            bitmap=torch.cat([part.bitmap for part in parts], dim=1),
+            values=torch.cat([piece for head in zip(*pieces) for piece in head]),
+            offsets=torch.cat([part.offsets + shift[:, i, None] for i, part in enumerate(parts)], dim=1),
         )
 
     def head_units(self) -> list[int]:
         """Units of `values` that each KV head takes."""
         starts = self.offsets[:, 0].tolist() + [self.values.numel()]
         return [end - start for start, end in pairwise(starts)]
-
-
-def _exclusive_sum(units: list[int], like: torch.Tensor) -> torch.Tensor:
-    total = torch.tensor([0, *units[:-1]], dtype=like.dtype, device=like.device).cumsum(0, dtype=like.dtype)
-    return total[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,18 +156,22 @@ class PackedSegment:
         full = self.length == self.keys.num_blocks * self.block_size
         return full and self.keys.basis is keys and self.values.basis is values
 
-    def extend(self, other: "PackedSegment") -> "PackedSegment":
-        """This segment's tokens followed by `other`'s; see `can_extend`."""
-        means = self.block_means
-        if means is not None:
-            ours, theirs = untile(means, self.keys.num_blocks), untile(other.block_means, other.keys.num_blocks)
-            means = tile(torch.cat([ours, theirs], dim=1), INDEX_TILE)
-        return dataclasses.replace(
-            self,
-            keys=self.keys.extend(other.keys),
-            values=self.values.extend(other.values),
+    @classmethod
+    def join(cls, parts: "Sequence[PackedSegment]") -> "PackedSegment":
+        """All parts' tokens in order; see `can_extend`."""
+        means = scale = None
+        if parts[0].block_means is not None:
+            scale = torch.stack([part.mean_scale for part in parts]).amax(0)
+            rows = [
+                untile(part.block_means, part.keys.num_blocks) * (part.mean_scale / scale)[:, None] for part in parts
+            ]
+            means = tile(torch.cat(rows, dim=1).round().to(torch.int8), INDEX_TILE)
+        return cls(
+            keys=PackedStates.join([part.keys for part in parts]),
+            values=PackedStates.join([part.values for part in parts]),
             block_means=means,
-            length=self.length + other.length,
+            mean_scale=scale,
+            length=sum(part.length for part in parts),
         )
 
     def crop(self, count: int) -> "PackedSegment":

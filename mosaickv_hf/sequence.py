@@ -131,7 +131,7 @@ class SequenceStore:
         # which would be copied over and over.
         short = last is not None and last.length + count <= max(config.min_segment_length, config.buffer_tokens)
         if short and last.can_extend(*bases):
-            self.segments[-1] = last.extend(segment)
+            self.segments[-1] = PackedSegment.join([last, segment])
         else:
             self.segments.append(segment)
 

@@ -80,6 +80,29 @@ def test_equals_dense_oracle(strategy, lengths, group, n):
     check(config, make_sequence(config, lengths), group, n)
 
 
+@pytest.mark.parametrize("n", [1, 5])
+def test_no_raw_tokens(n):
+    config = make("paper", sink_tokens=0, recent_window=0, block_size=7, buffer_tokens=7, segment_length=70)
+    check(config, make_sequence(config, (70, 35)), 3, n)
+
+
+def test_mean_index_survives_joining():
+    """Parts of a segment whose means differ in scale still score as they did."""
+    config = make("paper", min_segment_length=1000)
+    sequence = make_sequence(config, (64,))
+    generator = torch.Generator().manual_seed(9)
+    for scale in (0.1, 20.0):
+        sequence.buffer.append(*(scale * torch.randn(2, 64, 64, generator=generator) for _ in "kv"))
+        sequence.pack(64, config)
+    (segment,) = sequence.segments
+    keys = list(_dense_parts(sequence, "key"))[1]
+    query = torch.randn(2, 3, 64, generator=generator) / 8
+    expected = query @ keys.unflatten(1, (-1, 8)).mean(2).transpose(-1, -2)
+    error = (block_scores(query, segment, None) - expected).abs()
+    # the means are of the raw keys' 32 leading channels, K as packed of a quarter of all elements
+    assert error[..., :16].mean() < 1 and error[..., 16:].mean() < 8
+
+
 @pytest.mark.parametrize("head_dim", [96, 128, 256])
 @pytest.mark.parametrize("strategy", ["default", "paper"])
 def test_head_dims(strategy, head_dim):

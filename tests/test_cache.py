@@ -199,13 +199,13 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 torch.manual_seed(0)
 cache = MosaicKVCache()
 def fill(layer):
-    keys, values = cache.update(torch.randn(1, 8, 16384, 128), torch.randn(1, 8, 16384, 128), layer)
-    attend(torch.randn(1, 8, 16384, 128)[:, :, :1], keys, values, torch.ones(1, 16384, dtype=torch.bool))
+    keys, values = cache.update(torch.randn(1, 8, 4096, 128), torch.randn(1, 8, 4096, 128), layer)
+    attend(torch.randn(1, 8, 4096, 128)[:, :, :1], keys, values, torch.ones(1, 4096, dtype=torch.bool))
 process = psutil.Process()
 fill(0)
 gc.collect()
 before, counted = process.memory_info().rss, cache.stats().bytes
-for layer in range(1, 9):
+for layer in range(1, 7):
     fill(layer)
 gc.collect()
 print((process.memory_info().rss - before) / (cache.stats().bytes - counted))

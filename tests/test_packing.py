@@ -8,6 +8,7 @@ import torch
 from mosaickv_hf.compression import Moments, pack, unpack_blocks
 from mosaickv_hf.compression.packing import codebook
 from mosaickv_hf.compression.rotation import fit_basis
+from mosaickv_hf.segments import PackedStates
 
 
 def states(heads=3, n=37, head_dim=64, seed=0):
@@ -81,7 +82,7 @@ def test_storage_is_packed():
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
-def test_extending_is_packing_at_once(bits):
+def test_joining_is_packing_at_once(bits):
     x = states(n=45)
     basis = fit_basis(moments(x), rotate=True, num_int8=2, num_int4=6, step=0.5)
     kwargs = dict(
@@ -89,7 +90,7 @@ def test_extending_is_packing_at_once(bits):
         dtype=torch.bfloat16, block_size=8,
     )  # fmt: skip
     whole = pack(x, basis, **kwargs)
-    parts = pack(x[:, :16], basis, **kwargs).extend(pack(x[:, 16:], basis, **kwargs))
+    parts = PackedStates.join([pack(part, basis, **kwargs) for part in x.split(16, dim=1)])
     for name in ("dense8", "dense4", "bitmap", "values", "offsets"):
         assert torch.equal(getattr(whole, name), getattr(parts, name)), name
 

@@ -1,45 +1,15 @@
-"""Which implementation attends: compiled kernels where there are some for the device, else the torch reference."""
+"""Attention by the implementation that serves the device."""
 
-import importlib.util
-import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..backend import uses_numba
 from ..config import MosaicKVConfig
 from . import reference
 
 if TYPE_CHECKING:
     from ..sequence import SequenceStore
-
-_logger = logging.getLogger(__name__)
-
-
-@cache
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
-
-
-@cache
-def _warn_once() -> None:
-    _logger.warning("numba is not installed: attention on CPU runs in plain torch, which is slow (pip install numba)")
-
-
-def uses_numba(device: torch.device, config: MosaicKVConfig) -> bool:
-    """Whether tensors on this device are attended to, and packed, by the numba kernels.
-
-    Raises:
-        ImportError: the config asks for numba, which is not installed.
-    """
-    if device.type != "cpu" or config.backend not in ("auto", "numba"):
-        return False
-    if _has_numba():
-        return True
-    if config.backend == "numba":
-        raise ImportError('backend="numba" needs the numba package: pip install numba')
-    _warn_once()
-    return False
 
 
 def attend(

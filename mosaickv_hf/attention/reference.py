@@ -57,7 +57,7 @@ def attend(
     def seen(length: int) -> torch.Tensor | None:
         return None if mask is None else mask[..., place : place + length]
 
-    if sequence.sinks is not None:
+    if sequence.sinks is not None and sequence.sinks[0].shape[1]:
         keys, values = sequence.sinks
         parts.append(attend_raw(query, keys, values, seen(keys.shape[1])))
         place += keys.shape[1]

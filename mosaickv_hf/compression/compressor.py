@@ -2,6 +2,7 @@
 
 import torch
 
+from ..backend import uses_numba
 from ..config import MosaicKVConfig
 from ..segments import INDEX_TILE, Basis, PackedSegment, PackedStates, tile
 from .packing import INT8_MAX, pack
@@ -26,21 +27,22 @@ def compress(keys: torch.Tensor, values: torch.Tensor, bases: Bases, config: Mos
     """Packs `[num_kv_heads, n, head_dim]` keys and values, n >= 1, in the model's dtype."""
     # A chunk is a multiple of the block size, so chunks join at block edges.
     chunk = max(1, CHUNK_TOKENS // config.block_size) * config.block_size
-    segment = None
-    for key_part, value_part in zip(keys.split(chunk, dim=1), values.split(chunk, dim=1)):
-        part = _compress_part(key_part, value_part, bases, config)
-        segment = part if segment is None else segment.extend(part)
-    return segment
+    parts = [_compress_part(*part, bases, config) for part in zip(keys.split(chunk, dim=1), values.split(chunk, dim=1))]
+    return parts[0] if len(parts) == 1 else PackedSegment.join(parts)
 
 
 def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, config: MosaicKVConfig) -> PackedSegment:
+    pack_states = pack
+    if uses_numba(keys.device, config):
+        from ..attention.cpu import pack as pack_states  # compiling, or loading what is compiled, takes a moment
+
     def packed(states: torch.Tensor, basis: Basis, kind: str) -> PackedStates:
         bits, dtype = getattr(config, f"{kind}_bits"), states.dtype
         if bits == "native":
             bits = 8 * dtype.itemsize
         elif bits == 16 and dtype != torch.float16:
             dtype = torch.bfloat16
-        return pack(
+        return pack_states(
             states,
             basis,
             num_int8=config.dense_channels(kind, states.shape[-1])[0],

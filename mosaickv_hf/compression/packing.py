@@ -139,9 +139,11 @@ def unpack_blocks(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
 def unpack_dense(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
     """`[num_kv_heads, num_chosen * block_size, num_dense]` fp32: only the dense channels of `unpack_blocks`."""
     at = torch.arange(blocks.shape[0], device=blocks.device)[:, None]
-    pairs = packed.dense4[at, blocks]
-    codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).float() - 7.5
-    units = torch.cat([packed.dense8[at, blocks].float(), codes], dim=-2)  # [heads, chosen, channels, block_size]
+    units = packed.dense8[at, blocks].float()  # [heads, chosen, channels, block_size]
+    if packed.dense4.shape[2]:
+        pairs = packed.dense4[at, blocks]
+        codes = torch.cat([pairs & 15, pairs >> 4], dim=-1)
+        units = torch.cat([units, codes - 7.5], dim=-2)
     return units.transpose(-1, -2).flatten(1, 2) * packed.basis.scale[:, None] + packed.basis.offset[:, None]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...compression.packing import codebook
-from ...segments import Basis, PackedSegment, PackedStates
+from ...segments import PackedSegment, PackedStates
 
 # K or V of one source of tokens: packed states, or raw ones as they came.
 (
@@ -205,6 +205,3 @@ _ONES = torch.ones(4096)
 def plain_basis(head_dim: int) -> np.ndarray:
     """The basis of raw states: no rotation, no dense channels, step 1."""
     return np.array([0, 0, 0, 0, _ONES.data_ptr(), 0, 0, 0, head_dim], dtype=np.int64)
-
-
-__all__ = ["Basis", "RawFields", "SegmentFields", "of_segment", "plain_basis", "whole"]

@@ -171,6 +171,8 @@ def _count_at_least(keys, vectors, threshold):
 def _select_groups(call, steps, keys, bitmap):
     """Writes the bitmap of one row, `steps` of fp32; returns how many groups it keeps. `keys` is scratch."""
     group_size, wanted = get(call, _GROUP_SIZE), get(call, _KEPT_GROUPS)
+    if wanted == 0:
+        return 0  # the bitmap is zero
     groups = (get(call, _HEAD_DIM) - get(call, _N8) - get(call, _N4)) // group_size
     vectors = (groups + 7) >> 3
     # Bits of positive floats sort as they do.
