@@ -63,9 +63,9 @@ class MosaicKVConfig:
     selection: str = "threshold"
     key_channel_ratio: float = 0.25
     value_channel_ratio: float = 0.25
-    key_step: float = 0.7
-    value_step: float = 0.85
-    dead_zone: float = 0.5
+    key_step: float = 0.65
+    value_step: float = 0.9
+    dead_zone: float = 0.53
     group_size: int = 1
     key_bits: int | str = 4
     value_bits: int | str = 2
@@ -77,7 +77,7 @@ class MosaicKVConfig:
     block_index: str = "principal"
     index_channels: int = 32
     token_ratio: float = 0.1
-    min_attended_tokens: int = 1024
+    min_attended_tokens: int = 2048
     block_size: int = 8
     raw_bits: int | str = 16
     sink_tokens: int = 4

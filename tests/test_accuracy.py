@@ -53,7 +53,9 @@ def test_second_turn_and_chunks_are_as_good_as_the_first_turn(model, tokenizer):
     first_turns, second_turns, chunked = [], [], []
     for seed in SEEDS:
         ids = prompt_ids(tokenizer, make_needle(tokenizer, 2600, 2, seed).text)
-        question = "<|im_end|>\n<|im_start|>user\nWrite the number again, and where it was.<|im_end|>\n<|im_start|>assistant\n"
+        question = (
+            "<|im_end|>\n<|im_start|>user\nWrite the number again, and where it was.<|im_end|>\n<|im_start|>assistant\n"
+        )
         second = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
         full, mosaic = DynamicCache(), MosaicKVCache()
         first_turns.append(kl_of_turn(model, tokenizer, ids, full, mosaic))
