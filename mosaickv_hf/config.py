@@ -28,8 +28,8 @@ class MosaicKVConfig:
             KV head, its mean taken out). `"threshold"` keeps an element from `dead_zone` steps upwards.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
-        key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the raw tokens' dtype, 16
-            is bf16 (fp16 in fp16 models), 8, 4 and 2 are multiples of the segment's step.
+        key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the dtype of raw tokens,
+            16 is bf16 (fp16 in fp16 models), 8, 4 and 2 are multiples of the segment's step.
         key_int8_channels, value_int8_channels (`int`): leading channels stored for every token as int8 with a scale
             of their own, outside the selection: the dense principal channels. More than head_dim means all.
         key_int4_channels, value_int4_channels (`int`): channels behind those, stored for every token as int4. More
@@ -42,8 +42,8 @@ class MosaicKVConfig:
         token_ratio (`float`): share of the packed tokens that a decode step attends to, in (0, 1]; 1 attends to all.
         min_attended_tokens (`int`): floor on the attended packed tokens, since a tenth of a short context is little.
         block_size (`int`): tokens of a selection block.
-        raw_bits (`"native"` or 16): how tokens are kept that are not packed (yet): in the model's dtype, or as bf16 in a
-            float32 model.
+        raw_bits (`"native"` or 16): how tokens are kept that are not packed (yet): in the model's dtype, or as bf16 if
+            that is float32.
         sink_tokens (`int`): first tokens of a sequence, kept raw and always attended.
         recent_window (`int`): newest tokens, kept raw and always attended. A `crop` of at most this many tokens
             leaves no trace.

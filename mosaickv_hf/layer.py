@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from .attention.handle import Handle
 from .attention.dispatch import attend
+from .attention.handle import Handle
 from .compression import unpack_blocks
 from .config import MosaicKVConfig
 from .sequence import SequenceStore

@@ -13,16 +13,12 @@ from transformers import AutoTokenizer, DynamicCache
 from mosaickv_hf import MosaicKVCache
 
 SEEDS = range(1000, 1003)
+FOLLOW_UP = "<|im_end|>\n<|im_start|>user\nWrite the number again, and where it was.<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(demo_model_path())
-
-
-@pytest.fixture(scope="module")
-def smollm2(model):
-    return model
 
 
 pytestmark = [pytest.mark.parametrize("model", ["smollm2"], indirect=True, scope="session"), pytest.mark.slow]
@@ -62,6 +58,5 @@ def test_second_turn_and_chunks_are_as_good_as_the_first_turn(model, tokenizer):
         second_turns.append(kl_of_turn(model, tokenizer, second, full, mosaic))
         chunked.append(kl_of_turn(model, tokenizer, ids, DynamicCache(), MosaicKVCache(), chunk=512))
     first = statistics.fmean(first_turns)
-    print(first_turns, second_turns, chunked)
     assert statistics.fmean(second_turns) <= 2 * first
     assert statistics.fmean(chunked) <= 2 * first
