@@ -63,16 +63,16 @@ class MosaicKVConfig:
     selection: str = "threshold"
     key_channel_ratio: float = 0.25
     value_channel_ratio: float = 0.25
-    key_step: float = 0.65
-    value_step: float = 0.9
+    key_step: float = 0.62
+    value_step: float = 1.2
     dead_zone: float = 0.53
     group_size: int = 1
     key_bits: int | str = 4
-    value_bits: int | str = 2
+    value_bits: int | str = 4
     key_int8_channels: int = 16
     key_int4_channels: int = 0
-    value_int8_channels: int = 4
-    value_int4_channels: int = 12
+    value_int8_channels: int = 2
+    value_int4_channels: int = 0
     rotate: bool = True
     block_index: str = "principal"
     index_channels: int = 32
@@ -84,7 +84,7 @@ class MosaicKVConfig:
     recent_window: int = 32
     buffer_tokens: int = 64
     segment_length: int = 65536
-    min_segment_length: int = 2048
+    min_segment_length: int = 4096
     min_length: int = 512
     backend: str = "auto"
 
