@@ -23,9 +23,9 @@ class MosaicKVCache(Cache):
     >>> print(cache.stats())
     ```
 
-    A prompt in one call is packed in that call, layer by layer, after exact attention. A prompt in chunks
-    (`prefill_chunk_size`) is collected raw and a segment of it closes each time `min_segment_length` tokens have come
-    together, the rest with the first decode step. Generated tokens are packed `buffer_tokens` at a time. The first
+    A prompt of `min_segment_length` tokens or more in one call is packed in that call, layer by layer, after exact
+    attention. A prompt in chunks (`prefill_chunk_size`) is collected raw and a segment of it closes each time that
+    many tokens have come together; the rest, and a shorter prompt, are packed with the first decode step. Generated tokens are packed `buffer_tokens` at a time. The first
     `sink_tokens` and the newest `recent_window` tokens always stay raw.
 
     Args:

@@ -17,7 +17,14 @@ STRATEGIES = {
     "lossless": dataclasses.asdict(MosaicKVConfig.preset("lossless")),
     "8 bits": {"key_bits": 8, "value_bits": 8},
     "2 bits, groups of 2": {"key_bits": 2, "group_size": 2},
-    "4 bits, groups of 4, top-r": {"value_bits": 4, "group_size": 4, "selection": "top_r", "key_channel_ratio": 0.75},
+    "4 bits, groups of 4, top-r": {
+        "key_int4_channels": 4,
+        "value_int8_channels": 0,
+        "value_int4_channels": 8,
+        "group_size": 4,
+        "selection": "top_r",
+        "key_channel_ratio": 0.75,
+    },
     "K native, V 8 bits": {"selection": "top_r", "key_bits": "native", "value_bits": 8, "key_channel_ratio": 0.8},
     "mean index, unrotated": {"block_index": "mean", "rotate": False, "index_channels": 500},
 }
