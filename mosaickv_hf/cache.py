@@ -25,8 +25,9 @@ class MosaicKVCache(Cache):
 
     A prompt of `min_segment_length` tokens or more in one call is packed in that call, layer by layer, after exact
     attention. A prompt in chunks (`prefill_chunk_size`) is collected raw and a segment of it closes each time that
-    many tokens have come together; the rest, and a shorter prompt, are packed with the first decode step. Generated tokens are packed `buffer_tokens` at a time. The first
-    `sink_tokens` and the newest `recent_window` tokens always stay raw.
+    many tokens have come together; the rest, and a shorter prompt, are packed with the first decode step. Generated
+    tokens are packed `buffer_tokens` at a time. The first `sink_tokens` and the newest `recent_window` tokens always
+    stay raw.
 
     Args:
         compression (`MosaicKVConfig` or `str`, *optional*): how to compress, or the name of a preset
