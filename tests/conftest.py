@@ -58,5 +58,5 @@ def model(request):
         make, config = TINY[request.param]
         torch.manual_seed(0)
         model = make(copy.deepcopy(config))
-    model.generation_config.eos_token_id = None  # answers of a fixed length
+    model.generation_config.eos_token_id = -1  # never: answers have a fixed length
     return model.eval()
