@@ -49,7 +49,7 @@ def _no_grad():
         yield
 
 
-@pytest.fixture(scope="session", params=[*TINY, "smollm2"])
+@pytest.fixture(scope="session", params=[*TINY, pytest.param("smollm2", marks=pytest.mark.slow)])
 def model(request):
     """A small random model of each family, and the real SmolLM2-135M-Instruct; in float32 with SDPA attention."""
     if request.param == "smollm2":
