@@ -42,7 +42,7 @@ class Handle(torch.Tensor):
     def __repr__(self):
         return f"Handle({self._kind}, shape={list(self.shape)})"
 
-    def view_as(self, shape: torch.Size) -> "Handle":
+    def with_shape(self, shape: torch.Size) -> "Handle":
         """The same K or V under the shape of a `repeat_kv` view."""
         return Handle(self._layer, self._kind, self._num_queries, self._first, shape)
 
@@ -117,7 +117,7 @@ def _getitem(handle, index) -> Handle | None:
     everything = slice(None)
     if index == (everything, everything, None, everything, everything) and handle.ndim == 4:
         batch, heads, length, head_dim = handle.shape
-        return handle.view_as((batch, heads, 1, length, head_dim))
+        return handle.with_shape((batch, heads, 1, length, head_dim))
     return None
 
 
@@ -125,7 +125,7 @@ def _expand(handle, *shape) -> Handle | None:
     shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     before = tuple(handle.shape)
     if handle.ndim == 5 and len(shape) == 5 and before[:2] + before[3:] == shape[:2] + shape[3:]:
-        return handle.view_as(shape)
+        return handle.with_shape(shape)
     return None
 
 
@@ -134,7 +134,7 @@ def _reshape(handle, *shape) -> Handle | None:
     if handle.ndim == 5:
         batch, heads, repeats, length, head_dim = handle.shape
         if shape == (batch, heads * repeats, length, head_dim):
-            return handle.view_as(shape)
+            return handle.with_shape(shape)
     return None
 
 
