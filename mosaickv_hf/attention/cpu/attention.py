@@ -132,7 +132,7 @@ def attend(
         mask = mask.expand(heads, group, queries, mask.shape[-1])
         call[f.A_MASK : f.A_MASK_QUERY + 1] = mask.data_ptr(), mask.element_size(), *mask.stride()[:3]
 
-    scratch_bytes = 16384 + 4 * group * key_dim + 320 * (max(key_dim, value_dim) + 32) + 128 * chunk
+    scratch_bytes = 16384 + group * (256 + 4 * key_dim) + 320 * (max(key_dim, value_dim) + 32) + 128 * chunk
     scratch_bytes = -(-scratch_bytes // 64) * 64
     scratch = _scratch_of(threads * scratch_bytes)
     call[f.A_SCRATCH], call[f.A_SCRATCH_BYTES] = scratch.ctypes.data, scratch_bytes

@@ -58,9 +58,11 @@ from .fields import (
     C_SELECTED,
     S_BASIS,
     S_BLOCK_SIZE,
+    S_DENSE8,
     S_DENSE_WIDTH,
     S_N4,
     S_N8,
+    S_NUM_BLOCKS,
     SOURCE_FIELDS,
 )
 from .rows import dense_lanes
@@ -206,23 +208,45 @@ def _scores_at(call, source, head, row):
     return get(call, A_SCORES) + 4 * place
 
 
-@njit(forceinline=True)
-def _dot_lanes(query, channels, lanes, stride):
-    """Eight vectors: sum over c of `query[c] * lanes[i, c]` for i in 0..7, `stride` bytes apart."""
-    a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-    a4, a5, a6, a7 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-    for c in range(channels):
-        q = load_splat(query + 4 * c)
-        at = lanes + 32 * c
-        a0 = fma(q, load8(at), a0)
-        a1 = fma(q, load8(at + stride), a1)
-        a2 = fma(q, load8(at + 2 * stride), a2)
-        a3 = fma(q, load8(at + 3 * stride), a3)
-        a4 = fma(q, load8(at + 4 * stride), a4)
-        a5 = fma(q, load8(at + 5 * stride), a5)
-        a6 = fma(q, load8(at + 6 * stride), a6)
-        a7 = fma(q, load8(at + 7 * stride), a7)
-    return a0, a1, a2, a3, a4, a5, a6, a7
+def _dot_kernel(fetch):
+    """A function that multiplies eight lanes of keys, as `fetch` loads them, by query rows."""
+
+    @njit
+    def dots(queries, query_stride, rows, channels, first, second, stride, out):
+        """Products of two groups of eight keys, whose channels are `stride` bytes apart, to `out[row, 0]` and
+        `out[row, 1]`; a row of `out` has eight groups."""
+        for row in range(0, rows, 4):
+            # Four rows at a time; the last ones may be the same row again.
+            r1, r2, r3 = min(row + 1, rows - 1), min(row + 2, rows - 1), min(row + 3, rows - 1)
+            q0, q1 = queries + row * query_stride, queries + r1 * query_stride
+            q2, q3 = queries + r2 * query_stride, queries + r3 * query_stride
+            a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+            b0, b1, b2, b3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+            for c in range(channels):
+                x, y = fetch(first + stride * c), fetch(second + stride * c)
+                q = load_splat(q0 + 4 * c)
+                a0, b0 = fma(q, x, a0), fma(q, y, b0)
+                q = load_splat(q1 + 4 * c)
+                a1, b1 = fma(q, x, a1), fma(q, y, b1)
+                q = load_splat(q2 + 4 * c)
+                a2, b2 = fma(q, x, a2), fma(q, y, b2)
+                q = load_splat(q3 + 4 * c)
+                a3, b3 = fma(q, x, a3), fma(q, y, b3)
+            store8(out + _GROUPS * row, a0)
+            store8(out + _GROUPS * row + 32, b0)
+            store8(out + _GROUPS * r1, a1)
+            store8(out + _GROUPS * r1 + 32, b1)
+            store8(out + _GROUPS * r2, a2)
+            store8(out + _GROUPS * r2 + 32, b2)
+            store8(out + _GROUPS * r3, a3)
+            store8(out + _GROUPS * r3 + 32, b3)
+
+    return dots
+
+
+# Bytes of a query row's products with eight groups of keys.
+_GROUPS = 256
+_dots_int8, _dots_fp32 = _dot_kernel(load8_i8), _dot_kernel(load8)
 
 
 @njit
@@ -232,42 +256,26 @@ def _score_means(call, source, head, first, end, scratch):
     means = get(source, C_MEANS) + (head * get(source, C_MEAN_TILES) + (first >> 3)) * channels * 8
     scale = get(source, C_MEAN_SCALE) + 4 * head * channels
     basis = get(source + 8 * C_K, S_BASIS)
-    queries, line = scratch, scratch + 4 * group * channels
-    lanes = line + 32
+    products, line = scratch, scratch + _GROUPS * group
+    queries = line + 64
     for row in range(group):
         rotated = prepared_row(call, basis, head, row) + 4 * P_ROTATED
         for c in range(channels):
             store_f32(queries + 4 * (row * channels + c), load_f32(rotated + 4 * c) * load_f32(scale + 4 * c))
-    stride = 32 * channels
-    for tile in range((end - first + 63) >> 6):
-        count = min(64, end - first - 64 * tile)
-        for i in range(((count + 7) >> 3) * channels):
-            store8(lanes + 32 * i, load8_i8(means + 8 * i))
+    for start in range(first, end, 64):
+        count = min(64, end - start)
+        groups = (count + 7) >> 3
+        for i in range(0, groups, 2):
+            one, two = means + 8 * channels * i, means + 8 * channels * min(i + 1, groups - 1)
+            _dots_int8(queries, 4 * channels, group, channels, one, two, 8, products + 32 * i)
         means += 64 * channels
         for row in range(group):
-            scores = _scores_at(call, source, head, row) + 4 * (first + 64 * tile)
-            a0, a1, a2, a3, a4, a5, a6, a7 = _dot_lanes(queries + 4 * row * channels, channels, lanes, stride)
-            if count == 64:
-                store8(scores, a0)
-                store8(scores + 32, a1)
-                store8(scores + 64, a2)
-                store8(scores + 96, a3)
-                store8(scores + 128, a4)
-                store8(scores + 160, a5)
-                store8(scores + 192, a6)
-                store8(scores + 224, a7)
-            else:
-                out = lanes + 8 * stride
-                store8(out, a0)
-                store8(out + 32, a1)
-                store8(out + 64, a2)
-                store8(out + 96, a3)
-                store8(out + 128, a4)
-                store8(out + 160, a5)
-                store8(out + 192, a6)
-                store8(out + 224, a7)
-                for i in range(count):
-                    store_f32(scores + 4 * i, load_f32(out + 4 * i))
+            scores, mine = _scores_at(call, source, head, row) + 4 * start, products + _GROUPS * row
+            whole = count & ~7
+            for i in range(0, whole, 8):
+                store8(scores + 4 * i, load8(mine + 4 * i))
+            for i in range(whole, count):
+                store_f32(scores + 4 * i, load_f32(mine + 4 * i))
     if get(call, A_MASK_BYTES) != 0:
         size = get(source + 8 * C_K, S_BLOCK_SIZE)
         for row in range(group):
@@ -286,13 +294,18 @@ def _score_tokens(call, source, head, first, end, scratch):
     """By the best dense channels' logit of the tokens of blocks `first` to `end`."""
     keys, group = source + 8 * C_K, get(call, A_GROUP)
     size, length = get(keys, S_BLOCK_SIZE), get(source, C_LENGTH)
-    channels, basis = get(keys, S_N8) + get(keys, S_N4), get(keys, S_BASIS)
-    units = 4 * (P_ROTATED + padded(get(call, A_KEY_DIM)))
+    n8, n4 = get(keys, S_N8), get(keys, S_N4)
+    queries = prepared_row(call, get(keys, S_BASIS), head, 0)
+    query_stride = 4 * get(call, A_PREPARED_WIDTH)
+    units = queries + 4 * (P_ROTATED + padded(get(call, A_KEY_DIM)))
     per_block = (size + 7) >> 3
-    line, lanes = scratch, scratch + 64
-    stride = 32 * get(keys, S_DENSE_WIDTH)
+    products, line = scratch, scratch + _GROUPS * group
+    lanes = line + 64
+    lanes_bytes = 32 * get(keys, S_DENSE_WIDTH)
+    # Whole vectors of int8 are used where they lie.
+    in_place = n4 == 0 and size % 8 == 0
+    dense8 = get(keys, S_DENSE8) + head * get(keys, S_NUM_BLOCKS) * n8 * size
     masked = get(call, A_MASK_BYTES) != 0
-    bias = lanes + 8 * stride
     place = get(source, C_FIRST_TOKEN)
     if per_block > 1:
         for row in range(group):
@@ -300,37 +313,45 @@ def _score_tokens(call, source, head, first, end, scratch):
                 store_f32(_scores_at(call, source, head, row) + 4 * block, NEG_INF)
     for start in range(first * per_block, end * per_block, 8):
         groups = min(8, end * per_block - start)
-        whole = groups == 8
-        for i in range(groups):
+        last_block = (start + groups - 1) // per_block
+        whole = groups == 8 and size % 8 == 0 and (last_block + 1) * size <= length
+        for i in range(0, groups, 2):
+            j = min(i + 1, groups - 1)
             block, token = (start + i) // per_block, 8 * ((start + i) % per_block)
-            dense_lanes(keys, head, block, token, lanes + i * stride)
-            whole &= token + 8 <= size and block * size + token + 8 <= length
+            block2, token2 = (start + j) // per_block, 8 * ((start + j) % per_block)
+            if in_place:
+                one, two = dense8 + block * n8 * size + token, dense8 + block2 * n8 * size + token2
+                _dots_int8(units, query_stride, group, n8, one, two, size, products + 32 * i)
+            else:
+                dense_lanes(keys, head, block, token, lanes)
+                dense_lanes(keys, head, block2, token2, lanes + lanes_bytes)
+                two = lanes + lanes_bytes
+                _dots_fp32(units, query_stride, group, n8 + n4, lanes, two, 32, products + 32 * i)
         for row in range(group):
-            prepared = prepared_row(call, basis, head, row)
-            a0, a1, a2, a3, a4, a5, a6, a7 = _dot_lanes(prepared + units, channels, lanes, stride)
+            mine, prepared = products + _GROUPS * row, queries + row * query_stride
             if masked or not whole:
-                store8(bias, a0)
-                store8(bias + 32, a1)
-                store8(bias + 64, a2)
-                store8(bias + 96, a3)
-                store8(bias + 128, a4)
-                store8(bias + 160, a5)
-                store8(bias + 192, a6)
-                store8(bias + 224, a7)
                 for i in range(groups):
                     block, token = (start + i) // per_block, 8 * ((start + i) % per_block)
                     count = min(8, min(size, length - block * size) - token)
-                    x = load8(bias + 32 * i)
+                    x = load8(mine + 32 * i)
                     if count <= 0:
                         x = splat(NEG_INF)
                     else:
                         if masked:
                             x = add(x, mask_lanes(call, head, row, place + block * size + token, count, line))
                         x = keep_lanes(x, count)
-                    store8(bias + 32 * i, x)
-                a0, a1, a2, a3 = load8(bias), load8(bias + 32), load8(bias + 64), load8(bias + 96)
-                a4, a5, a6, a7 = load8(bias + 128), load8(bias + 160), load8(bias + 192), load8(bias + 224)
-            best = add(maxima(a0, a1, a2, a3, a4, a5, a6, a7), load_splat(prepared + 4 * P_CONSTANT))
+                    store8(mine + 32 * i, x)
+            best = maxima(
+                load8(mine),
+                load8(mine + 32),
+                load8(mine + 64),
+                load8(mine + 96),
+                load8(mine + 128),
+                load8(mine + 160),
+                load8(mine + 192),
+                load8(mine + 224),
+            )
+            best = add(best, load_splat(prepared + 4 * P_CONSTANT))
             scores = _scores_at(call, source, head, row)
             if per_block == 1 and groups == 8:
                 store8(scores + 4 * start, best)
