@@ -31,7 +31,7 @@ class MosaicKVCache(Cache):
 
     Args:
         compression (`MosaicKVConfig` or `str`, *optional*): how to compress, or the name of a preset
-            (`"default"`, `"paper"`, `"lossless"`); `"default"` if not given.
+            (`"default"`, `"paper"`, `"lossless"`, `"raw"`); `"default"` if not given.
         config (`PreTrainedConfig`, *optional*): config of the model. With it, sliding-window and linear-attention
             layers get Transformers' own cache layers, as `DynamicCache(config=...)` gives them.
 
@@ -70,28 +70,49 @@ class MosaicKVCache(Cache):
         """Compresses a filled cache, so that one prefill serves several methods. `cache` stays as it is.
 
         Args:
-            cache: a `DynamicCache` that holds a prompt.
+            cache: a `DynamicCache` that holds a prompt; better, a `MosaicKVCache("raw")`, which has also seen what the
+                prompt's end attends to (`MosaicKVConfig.loss_target`).
             attention_mask: `[batch_size, length]` as given to the model; 0 marks left padding, which is not stored.
-                None if there is none.
+                None if there is none; a `MosaicKVCache` knows.
             compression: as for `MosaicKVCache`.
 
         Raises:
-            ValueError: `attention_mask` does not fit the cache, or a layer's K and V are not held as tensors.
+            ValueError: `attention_mask` does not fit the cache, or a layer's K and V are not held as tensors, or are
+                packed already.
         """
         result = cls(compression)
         layers = []
         for i, layer in enumerate(cache.layers):
-            if type(layer) is not DynamicLayer:
-                if not hasattr(layer, "keys") or isinstance(layer, MosaicKVLayer):
-                    raise ValueError(f"`cache` must be a DynamicCache, got a {type(layer).__name__} as layer {i}")
+            if isinstance(layer, MosaicKVLayer):
+                if any(row.segments for row in layer.rows):
+                    raise ValueError(
+                        f"`cache` must be a DynamicCache or hold raw tokens only, layer {i} has packed ones"
+                    )
+                layers.append(MosaicKVLayer(result.compression, i))
+                if layer.get_seq_length():
+                    keys, values = layer.materialize("key"), layer.materialize("value")
+                    layers[-1].fill(keys, values, layer.starts, layer.queries)
+            elif type(layer) is DynamicLayer:
+                layers.append(MosaicKVLayer(result.compression, i))
+                if layer.get_seq_length():
+                    starts = _padding(attention_mask, layer.keys.shape[0], layer.keys.shape[2])
+                    layers[-1].fill(layer.keys, layer.values, starts)
+            elif hasattr(layer, "keys"):
                 layers.append(copy.deepcopy(layer))
-                continue
-            layers.append(MosaicKVLayer(result.compression, i))
-            if layer.get_seq_length():
-                starts = _padding(attention_mask, layer.keys.shape[0], layer.keys.shape[2])
-                layers[-1].fill(layer.keys, layer.values, starts)
+            else:
+                raise ValueError(f"`cache` must be a DynamicCache, got a {type(layer).__name__} as layer {i}")
         result.layers = layers
         result.layer_class_to_replicate = None if layers else result.layer_class_to_replicate
+        return result
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """A `DynamicCache` with the same tokens, as far as they are still raw; packed ones as they are decoded."""
+        result = DynamicCache()
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, MosaicKVLayer):
+                raise ValueError(f"only attention over all tokens goes into a DynamicCache, layer {i} is another")
+            if layer.get_seq_length():
+                result.update(layer.materialize("key"), layer.materialize("value"), i)
         return result
 
     def crop(self, tokens_to_remove: int) -> None:

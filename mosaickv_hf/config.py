@@ -26,6 +26,11 @@ class MosaicKVConfig:
         key_channel_ratio, value_channel_ratio (`float`): share of the channels that `"top_r"` keeps, in (0, 1].
         key_step, value_step (`float`): the quantization step, in units of the segment's standard deviation (per
             KV head, its mean taken out). `"threshold"` keeps an element from `dead_zone` steps upwards.
+        loss_target (`float`, *optional*): with `"threshold"`, the relative squared error of the attention output that
+            quantizing K, and quantizing V, may cause in each KV head. Where the end of a prompt has been seen, every
+            head's step is scaled towards it, from 0.4 to 2.5 times `key_step` and `value_step`. None: all heads take
+            these as they are.
+        query_window (`int`): newest queries of a prompt that this error is measured with.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
         key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the dtype of raw tokens,
@@ -65,6 +70,8 @@ class MosaicKVConfig:
     value_channel_ratio: float = 0.25
     key_step: float = 0.62
     value_step: float = 1.2
+    loss_target: float | None = 5e-4
+    query_window: int = 8
     dead_zone: float = 0.53
     group_size: int = 1
     key_bits: int | str = 4
@@ -99,7 +106,9 @@ class MosaicKVConfig:
             _number(self, name, "a number in (0, 1]", lambda x: 0 < x <= 1)
         for name in ("key_step", "value_step"):
             _number(self, name, "a number > 0", lambda x: x > 0)
-        for name in ("group_size", "block_size", "buffer_tokens", "index_channels"):
+        if self.loss_target is not None:
+            _number(self, "loss_target", "None or a number > 0", lambda x: x > 0)
+        for name in ("group_size", "query_window", "block_size", "buffer_tokens", "index_channels"):
             _integer(self, name, 1)
         for name in (
             "key_int8_channels",
@@ -131,6 +140,11 @@ class MosaicKVConfig:
         ):
             raise _error("block_index", "principal", '"mean" where K has no dense channels and token_ratio < 1')
 
+    @property
+    def adapts_steps(self) -> bool:
+        """Whether steps depend on the queries seen."""
+        return self.selection == "threshold" and self.loss_target is not None
+
     def dense_channels(self, kind: str, head_dim: int) -> tuple[int, int]:
         """Dense int8 and int4 channels of K (`kind="key"`) or V (`"value"`) of this head_dim.
 
@@ -146,11 +160,12 @@ class MosaicKVConfig:
 
     @classmethod
     def preset(cls, name: str) -> "MosaicKVConfig":
-        """The preset `name`: `"default"`, `"paper"` or `"lossless"`.
+        """The preset `name`: `"default"`, `"paper"`, `"lossless"` or `"raw"`.
 
         `default` is our best accuracy at four to five times below bf16. `paper` is arXiv 2607.00760 as published:
         25 % of the channels per vector as bf16, a bit per channel, block means, 10 % of the tokens, blocks of 8,
         64K segments. `lossless` keeps every element in the model's dtype, unrotated, through the same packed path.
+        `raw` packs nothing: a prompt in it serves several configs through `MosaicKVCache.from_cache`.
         """
         if not isinstance(name, str) or name not in _PRESETS:
             raise _error("compression", name, f"a MosaicKVConfig or one of {', '.join(map(repr, _PRESETS))}")
@@ -212,6 +227,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "rotate": False,
         "token_ratio": 1.0,
     },
+    "raw": {"raw_bits": "native", "min_length": 1 << 62},
 }
 
 

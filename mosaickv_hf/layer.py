@@ -31,6 +31,8 @@ class MosaicKVLayer(CacheLayerMixin):
     Attributes:
         rows: one `SequenceStore` per batch row. Rows with the same past share its segments.
         starts: per row, the position of its first real token; None while it has none.
+        queries: `[batch_size, num_kv_heads, group, query_window, head_dim]`, the prompt's newest queries, multiplied by
+            the softmax scale, until every row has packed tokens; None if none have been seen.
         materializations: times that a stored K or V was expanded to a dense tensor for an operation we do not know.
     """
 
@@ -49,6 +51,7 @@ class MosaicKVLayer(CacheLayerMixin):
         self.materializations = 0
         self._stored_length = 0
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.queries: torch.Tensor | None = None
 
     # What a forward pass calls
 
@@ -103,6 +106,7 @@ class MosaicKVLayer(CacheLayerMixin):
         group = query.shape[1] * query.shape[2] // (heads * num_queries)
         mask = grouped_mask(mask, heads, group, num_queries, self.get_seq_length())
         self.settle(mask)
+        self._observe(query, scale, num_queries)
         if mask is None and num_queries > 1:
             mask = self._causal_mask(num_queries)
         grouped = query.detach().reshape(batch, heads, group, num_queries, query.shape[-1]).float() * scale
@@ -114,15 +118,15 @@ class MosaicKVLayer(CacheLayerMixin):
         self._pack_after(num_queries)
         return output
 
-    def finish_prompt(self, mask: torch.Tensor | None, num_queries: int) -> None:
+    def finish_prompt(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, num_queries: int) -> None:
         """Stores the first call's tokens, which were attended to as they are, and packs what is due.
 
         Args:
-            mask: as for `attend`.
-            num_queries: tokens of the call.
+            query, mask, scale, num_queries: as for `attend`.
         """
         # Which heads see what is of no interest here, only where each row begins: the first head tells.
         self.settle(None if mask is None else mask[(None,) * (4 - mask.ndim)][:, :1, None])
+        self._observe(query, scale, num_queries)
         self._pack_after(num_queries)
 
     def settle(self, mask: torch.Tensor | None = None) -> None:
@@ -192,6 +196,8 @@ class MosaicKVLayer(CacheLayerMixin):
             return
         self.settle()
         self._stored_length -= count
+        if count > self.config.recent_window:
+            self.queries = None
         for row, sequence in enumerate(self.rows):
             sequence.crop(min(count, sequence.length))
             if sequence.length == 0:
@@ -230,22 +236,30 @@ class MosaicKVLayer(CacheLayerMixin):
             rows.append(self.rows[row].copy() if row in used else self.rows[row])
             used.add(row)
         self.rows, self.starts = rows, [self.starts[row] for row in picked]
+        self.queries = None if self.queries is None else self.queries[picked]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times; packed segments are shared, not copied."""
         if self.is_initialized:
             self.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(repeats))
 
-    def fill(self, keys: torch.Tensor, values: torch.Tensor, starts: list[int | None]) -> None:
+    def fill(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        starts: list[int | None],
+        queries: torch.Tensor | None = None,
+    ) -> None:
         """Stores and packs a finished prompt in an empty layer.
 
         Args:
             keys, values: `[batch_size, num_kv_heads, length, head_dim]`.
             starts: per row, the position of its first real token; None if it has none.
+            queries: as the attribute.
         """
         self._check(keys, values)
         self.lazy_initialization(keys, values)
-        self.starts = list(starts)
+        self.starts, self.queries = list(starts), queries
         for row, (sequence, start) in enumerate(zip(self.rows, starts)):
             if start is not None:
                 real = (states[row, :, start:].detach().to(self._raw_dtype) for states in (keys, values))
@@ -254,6 +268,12 @@ class MosaicKVLayer(CacheLayerMixin):
         self._pack_ripe(prompt=True)
         self._pack_ripe(prompt=False)
 
+    def _observe(self, query: torch.Tensor, scale: float, num_queries: int) -> None:
+        """Keeps the newest queries of a prompt, `query` as in `attend`."""
+        if num_queries > max(self.config.recent_window, 1) and self.config.adapts_steps:
+            newest = query.detach()[:, :, -self.config.query_window :].unflatten(1, (self.num_key_value_heads, -1))
+            self.queries = (newest * scale).to(self._raw_dtype)
+
     def _pack_after(self, num_queries: int) -> None:
         # At once after a long chunk, so that no layer waits with a raw prompt for the next call.
         if num_queries > self.config.recent_window:
@@ -261,18 +281,22 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def _pack_ripe(self, prompt: bool) -> None:
         """Packs what is due in every row; rows that are equal up to there (beams of one prompt) are packed once."""
-        while due := [sequence for sequence in self.rows if sequence.ripe(self.config, prompt, self._phase)]:
-            families: list[list[SequenceStore]] = []
-            for sequence in due:
-                family = next((f for f in families if f[0].equals(sequence)), None)
+        while due := [row for row, s in enumerate(self.rows) if s.ripe(self.config, prompt, self._phase)]:
+            families: list[list[int]] = []
+            for row in due:
+                family = next((f for f in families if self.rows[f[0]].equals(self.rows[row])), None)
                 if family is None:
-                    families.append([sequence])
+                    families.append([row])
                 else:
-                    family.append(sequence)
-            for first, *twins in families:
-                first.pack(first.ripe(self.config, prompt, self._phase), self.config)
+                    family.append(row)
+            for row, *twins in families:
+                first = self.rows[row]
+                queries = None if self.queries is None else self.queries[row]
+                first.pack(first.ripe(self.config, prompt, self._phase), self.config, queries)
                 for twin in twins:
-                    twin.follow(first)
+                    self.rows[twin].follow(first)
+        if all(sequence.segments for sequence in self.rows):
+            self.queries = None
 
     def _causal_mask(self, n: int) -> torch.Tensor:
         """bool `[1, 1, 1, n, length]` for the newest n tokens, where no mask came with them."""

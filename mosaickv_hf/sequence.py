@@ -2,7 +2,7 @@
 
 import torch
 
-from .compression import Moments, compress, fit_bases
+from .compression import Moments, adapt_steps, compress, fit_bases
 from .config import MosaicKVConfig
 from .segments import PackedSegment
 
@@ -116,14 +116,21 @@ class SequenceStore:
             return waiting
         return max(0, waiting - (self.packed_length + waiting - phase) % config.buffer_tokens)
 
-    def pack(self, count: int, config: MosaicKVConfig) -> None:
-        """Packs the buffer's oldest `count` tokens, behind the sinks, which are set aside first."""
+    def pack(self, count: int, config: MosaicKVConfig, queries: torch.Tensor | None = None) -> None:
+        """Packs the buffer's oldest `count` tokens, behind the sinks, which are set aside first.
+
+        Args:
+            queries: `[num_kv_heads, group, n, head_dim]` of the newest tokens, multiplied by the softmax scale, to
+                measure with what loss each head can be packed; None if they have not been seen.
+        """
         if self.sinks is None:
             self.sinks = tuple(states.clone() for states in self.buffer.take(config.sink_tokens))
         keys, values = self.buffer.take(count)
         last = self.segments[-1] if self.segments else None
         if last is None or count >= config.min_segment_length:
             bases = fit_bases(_moments(keys), _moments(values), config)
+            if queries is not None and config.adapts_steps:
+                bases = adapt_steps(bases, queries, self.sinks, (keys, values), self.buffer.states(), config)
         else:
             bases = last.keys.basis, last.values.basis
         segment = compress(keys, values, bases, config)

@@ -20,7 +20,7 @@ class CacheStats:
         tokens: logical length of the sequences, padding included.
         bytes_by_kind: bytes held by "values" (dense channels and kept elements), "bitmaps", "rotations" (with scales
             and steps), "index" (block offsets and block means) and "raw" (sinks, buffers with their room to grow,
-            and Transformers' own layers). Memory that rows share counts once.
+            a prompt's newest queries, and Transformers' own layers). Memory that rows share counts once.
         bytes_bf16: bytes of the same K and V, padding left out, as bf16 for every row, as `DynamicCache` holds them.
         segments: packed segments over all layers; shared ones count once.
         dense_materializations: times that K or V was expanded for an operation the cache does not know.
@@ -86,6 +86,8 @@ def _tensors(layer: CacheLayerMixin) -> Iterator[tuple[str, torch.Tensor]]:
             if states is not None:
                 yield "raw", states
         return
+    if layer.queries is not None:
+        yield "raw", layer.queries
     for row in layer.rows:
         for segment in row.segments:
             yield from segment.tensors()

@@ -15,7 +15,7 @@ from demo_model import demo_model_path
 from needle import make_needle, prompt_ids
 from record import environment
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache
 
 from mosaickv_hf import MosaicKVCache
 
@@ -44,9 +44,10 @@ def main() -> None:
     prompts = [(*task, args.seed + i) for task in TASKS for i in range(args.samples)]
     for length, keys, seed in tqdm(prompts, unit="prompt"):
         needle = make_needle(tokenizer, length, keys, seed)
-        full = DynamicCache()
-        logits = model(prompt_ids(tokenizer, needle.text), cache=full, logits_to_keep=1).logits[0, -1]
-        caches = {name: MosaicKVCache.from_cache(full, compression=name) for name in presets}
+        raw = MosaicKVCache("raw")
+        logits = model(prompt_ids(tokenizer, needle.text), cache=raw, logits_to_keep=1).logits[0, -1]
+        caches = {name: MosaicKVCache.from_cache(raw, compression=name) for name in presets}
+        full = raw.to_dynamic_cache()
         answer, truth = greedy(model, tokenizer, logits, full)
         right["full"].append(needle.answer in tokenizer.decode(answer))
         for name, cache in caches.items():

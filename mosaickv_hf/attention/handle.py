@@ -5,7 +5,6 @@ the packed data. The views that Transformers takes before that call (`repeat_kv`
 gets a dense tensor, which is right and slow, and is counted in `cache.stats()`.
 """
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,13 +103,13 @@ def _attend(
         output = scaled_dot_product_attention(
             query, key.dense(), value.dense(), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        layer.finish_prompt(attn_mask, n)
+        layer.finish_prompt(query, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale, n)
         return output
     # Dropout is for training, and torch aligns `is_causal` to the first token, which no cached call means.
     if dropout_p > 0 or (is_causal and n > 1):
         return None
     key._check_current()
-    return layer.attend(query, attn_mask, 1 / math.sqrt(query.shape[-1]) if scale is None else scale, n)
+    return layer.attend(query, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale, n)
 
 
 def _getitem(handle, index) -> Handle | None:
