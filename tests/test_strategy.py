@@ -1,0 +1,136 @@
+"""Steps that follow what the newest queries attend to."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import CACHE
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from mosaickv_hf import MosaicKVCache, MosaicKVConfig
+from mosaickv_hf.compression import Moments, adapt_steps, compress, fit_bases, unpack_blocks
+from mosaickv_hf.compression.strategy import output_errors
+
+# Eight bits: uniform steps that clip nothing, as the theory has them.
+CONFIG = MosaicKVConfig(
+    key_bits=8,
+    value_bits=8,
+    key_step=0.2,
+    value_step=0.2,
+    key_int8_channels=4,
+    value_int8_channels=0,
+    backend="torch",
+)
+
+
+def setting(seed=0, heads=2, group=3, n=4, length=400, head_dim=64):
+    """Queries, states before, packed and after, and bases; the first head looks tokens up, the second spreads out."""
+    torch.manual_seed(seed)
+    keys, values = torch.randn(heads, length, head_dim), torch.randn(heads, length, head_dim)
+    queries = torch.randn(heads, group, n, head_dim) / head_dim**0.5
+    queries[0] *= 3
+    queries[1] *= 0.3
+    parts = [tuple(states[:, a:b] for states in (keys, values)) for a, b in ((0, 4), (4, 372), (372, length))]
+    moments = [Moments(heads, head_dim).add(states) for states in parts[1]]
+    return queries, parts, fit_bases(*moments, CONFIG)
+
+
+def output(queries, keys, values):
+    n, length = queries.shape[2], keys.shape[1]
+    logits = queries.flatten(1, 2) @ keys.transpose(1, 2)
+    positions = torch.arange(length)
+    hidden = (positions > positions[-n:, None]).repeat(queries.shape[1], 1)
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+
+
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_the_expected_error_is_the_measured_one(which):
+    """First-order theory against quantization itself, averaged over seeds."""
+    expected, measured = [], []
+    for seed in range(12):
+        queries, (before, packed, after), bases = setting(seed)
+        segment = compress(*packed, bases, CONFIG)
+        states = segment.keys if which == "key" else segment.values
+        blocks = torch.arange(states.num_blocks).expand(2, -1)
+        noisy = states.basis.rotate_back(unpack_blocks(states, blocks))[:, : packed[0].shape[1]]
+        exact = [torch.cat(parts, dim=1) for parts in zip(before, packed, after)]
+        changed = list(exact)
+        i = which == "value"
+        changed[i] = torch.cat([before[i], noisy, after[i]], dim=1)
+        true = output(queries, *exact)
+        error = (output(queries, *changed) - true).square().sum(-1).mean(1)
+        measured.append(error / true.square().sum(-1).mean())
+        expected.append(output_errors(bases, queries, before, packed, after)[i])
+    ratio = torch.stack(measured).mean(0) / torch.stack(expected).mean(0)
+    # The 48 queries of a head in twelve settings give the ratio to about a fifth.
+    assert ((ratio > 0.6) & (ratio < 1.6)).all(), ratio
+
+
+def test_the_head_that_looks_tokens_up_gets_the_finer_step():
+    queries, (before, packed, after), bases = setting()
+    target = dataclasses.replace(CONFIG, loss_target=1e-4)
+    adapted = adapt_steps(bases, queries, before, packed, after, target)
+    for basis, fitted in zip(adapted, bases):
+        factors = basis.step / fitted.step
+        assert factors[0] < factors[1]
+        assert ((factors > 0.399) & (factors < 2.501)).all()
+    met = output_errors(adapted, queries, before, packed, after)
+    for error, basis, fitted in zip(met, adapted, bases):
+        factors = basis.step / fitted.step
+        free = (factors > 0.401) & (factors < 2.499)
+        torch.testing.assert_close(error[free], torch.full_like(error[free], 1e-4), rtol=1e-4, atol=0)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+SMALL = dict(min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_int8_channels=4)
+
+
+def steps(cache):
+    return torch.stack([layer.rows[0].segments[0].keys.basis.step for layer in cache.layers])
+
+
+@pytest.mark.parametrize("length", [50, 90], ids=["packed with the first decode step", "packed in the prompt's call"])
+def test_a_prompt_is_packed_as_its_queries_ask(llama, length):
+    config = MosaicKVConfig(**SMALL)
+    ids = torch.randint(64, (1, length))
+    packed = {}
+    for name, compression in {"seen": config, "not": dataclasses.replace(config, loss_target=None)}.items():
+        cache = MosaicKVCache(compression)
+        llama(ids, **{CACHE: cache})
+        llama(ids[:, :1], **{CACHE: cache})
+        packed[name] = steps(cache)
+        assert all(layer.queries is None for layer in cache.layers)  # they have served
+    factors = packed["seen"] / packed["not"]
+    assert (factors != 1).any() and ((factors > 0.399) & (factors < 2.501)).all()
+
+
+def test_one_raw_prefill_serves_several_configs(llama):
+    ids = torch.randint(64, (2, 90))
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    raw, full, own = MosaicKVCache("raw"), DynamicCache(), MosaicKVCache(MosaicKVConfig(**SMALL))
+    for cache in (raw, full, own):
+        llama(ids, attention_mask=mask, **{CACHE: cache})
+    assert raw.stats().segments == 0
+    for i, layer in enumerate(raw.to_dynamic_cache().layers):
+        assert torch.equal(layer.keys[0], full.layers[i].keys[0])
+        assert torch.equal(layer.values[1, :, 20:], full.layers[i].values[1, :, 20:])
+    served = MosaicKVCache.from_cache(raw, compression=MosaicKVConfig(**SMALL))
+    assert served.stats().segments > 0
+    # The queries are kept in another precision than here, so the steps agree to that of bf16.
+    torch.testing.assert_close(steps(served), steps(own), rtol=2**-6, atol=0)
+    assert [layer.starts for layer in served.layers] == [[0, 20]] * 2
