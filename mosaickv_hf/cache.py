@@ -71,7 +71,7 @@ class MosaicKVCache(Cache):
 
         Args:
             cache: a `DynamicCache` that holds a prompt; better, a `MosaicKVCache("raw")`, which has also seen what the
-                prompt's end attends to (`MosaicKVConfig.loss_target`).
+                prompt's end attends to (`MosaicKVConfig.adapt_steps`).
             attention_mask: `[batch_size, length]` as given to the model; 0 marks left padding, which is not stored.
                 None if there is none; a `MosaicKVCache` knows.
             compression: as for `MosaicKVCache`.

@@ -26,11 +26,13 @@ class MosaicKVConfig:
         key_channel_ratio, value_channel_ratio (`float`): share of the channels that `"top_r"` keeps, in (0, 1].
         key_step, value_step (`float`): the quantization step, in units of the segment's standard deviation (per
             KV head, its mean taken out). `"threshold"` keeps an element from `dead_zone` steps upwards.
-        loss_target (`float`, *optional*): with `"threshold"`, the relative squared error of the attention output that
-            quantizing K, and quantizing V, may cause in each KV head. Where the end of a prompt has been seen, every
-            head's step is scaled towards it, from 0.4 to 2.5 times `key_step` and `value_step`. None: all heads take
-            these as they are.
-        query_window (`int`): newest queries of a prompt that this error is measured with.
+        adapt_steps (`bool`): with `"threshold"`, scale each KV head's steps, from 0.4 to 2.5 times `key_step` and
+            `value_step`, so that quantization changes the attention output of a prompt's newest queries as much as
+            `key_loss` and `value_loss` say. Where a head's K needs much finer ones, its segment takes 8 bits and
+            they may be 0.1 times. Tokens whose queries are not seen (`from_cache` of a `DynamicCache`) take the steps as they
+            are; generated ones those of the prompt.
+        key_loss, value_loss (`float`): relative squared error of a head's output from quantizing K, and V.
+        query_window (`int`): queries that this error is measured with.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
         key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the dtype of raw tokens,
@@ -70,7 +72,9 @@ class MosaicKVConfig:
     value_channel_ratio: float = 0.25
     key_step: float = 0.62
     value_step: float = 1.2
-    loss_target: float | None = 5e-4
+    adapt_steps: bool = True
+    key_loss: float = 4e-4
+    value_loss: float = 1e-3
     query_window: int = 8
     dead_zone: float = 0.53
     group_size: int = 1
@@ -104,10 +108,8 @@ class MosaicKVConfig:
         _one_of(self, "raw_bits", ("native", 16))
         for name in ("key_channel_ratio", "value_channel_ratio", "token_ratio", "dead_zone"):
             _number(self, name, "a number in (0, 1]", lambda x: 0 < x <= 1)
-        for name in ("key_step", "value_step"):
+        for name in ("key_step", "value_step", "key_loss", "value_loss"):
             _number(self, name, "a number > 0", lambda x: x > 0)
-        if self.loss_target is not None:
-            _number(self, "loss_target", "None or a number > 0", lambda x: x > 0)
         for name in ("group_size", "query_window", "block_size", "buffer_tokens", "index_channels"):
             _integer(self, name, 1)
         for name in (
@@ -123,8 +125,9 @@ class MosaicKVConfig:
             "min_length",
         ):
             _integer(self, name, 0)
-        if not isinstance(self.rotate, bool):
-            raise _error("rotate", self.rotate, "True or False")
+        for name in ("rotate", "adapt_steps"):
+            if not isinstance(getattr(self, name), bool):
+                raise _error(name, getattr(self, name), "True or False")
         for name in ("buffer_tokens", "segment_length"):
             if getattr(self, name) % self.block_size or getattr(self, name) == 0:
                 raise _error(name, getattr(self, name), f"a positive multiple of block_size ({self.block_size})")
@@ -143,7 +146,7 @@ class MosaicKVConfig:
     @property
     def adapts_steps(self) -> bool:
         """Whether steps depend on the queries seen."""
-        return self.selection == "threshold" and self.loss_target is not None
+        return self.selection == "threshold" and self.adapt_steps
 
     def dense_channels(self, kind: str, head_dim: int) -> tuple[int, int]:
         """Dense int8 and int4 channels of K (`kind="key"`) or V (`"value"`) of this head_dim.

@@ -31,8 +31,8 @@ class MosaicKVLayer(CacheLayerMixin):
     Attributes:
         rows: one `SequenceStore` per batch row. Rows with the same past share its segments.
         starts: per row, the position of its first real token; None while it has none.
-        queries: `[batch_size, num_kv_heads, group, query_window, head_dim]`, the prompt's newest queries, multiplied by
-            the softmax scale, until every row has packed tokens; None if none have been seen.
+        queries: `[batch_size, num_kv_heads, group, query_window, head_dim]`, the newest queries, multiplied by the
+            softmax scale, until every row has packed tokens; None if there are none.
         materializations: times that a stored K or V was expanded to a dense tensor for an operation we do not know.
     """
 
@@ -106,10 +106,11 @@ class MosaicKVLayer(CacheLayerMixin):
         group = query.shape[1] * query.shape[2] // (heads * num_queries)
         mask = grouped_mask(mask, heads, group, num_queries, self.get_seq_length())
         self.settle(mask)
-        self._observe(query, scale, num_queries)
         if mask is None and num_queries > 1:
             mask = self._causal_mask(num_queries)
-        grouped = query.detach().reshape(batch, heads, group, num_queries, query.shape[-1]).float() * scale
+        grouped = query.detach().reshape(batch, heads, group, num_queries, query.shape[-1])
+        self._observe(grouped, scale)
+        grouped = grouped.float() * scale
         output = query.new_zeros(*query.shape[:-1], self.value_head_dim)
         for row, (sequence, start) in enumerate(zip(self.rows, self.starts)):
             if start is not None:
@@ -126,7 +127,8 @@ class MosaicKVLayer(CacheLayerMixin):
         """
         # Which heads see what is of no interest here, only where each row begins: the first head tells.
         self.settle(None if mask is None else mask[(None,) * (4 - mask.ndim)][:, :1, None])
-        self._observe(query, scale, num_queries)
+        shape = (query.shape[0], self.num_key_value_heads, -1, num_queries, query.shape[-1])
+        self._observe(query.detach().reshape(shape), scale)
         self._pack_after(num_queries)
 
     def settle(self, mask: torch.Tensor | None = None) -> None:
@@ -196,8 +198,8 @@ class MosaicKVLayer(CacheLayerMixin):
             return
         self.settle()
         self._stored_length -= count
-        if count > self.config.recent_window:
-            self.queries = None
+        if self.queries is not None:
+            self.queries = self.queries[..., :-count, :] if count < self.queries.shape[3] else None
         for row, sequence in enumerate(self.rows):
             sequence.crop(min(count, sequence.length))
             if sequence.length == 0:
@@ -268,11 +270,14 @@ class MosaicKVLayer(CacheLayerMixin):
         self._pack_ripe(prompt=True)
         self._pack_ripe(prompt=False)
 
-    def _observe(self, query: torch.Tensor, scale: float, num_queries: int) -> None:
-        """Keeps the newest queries of a prompt, `query` as in `attend`."""
-        if num_queries > max(self.config.recent_window, 1) and self.config.adapts_steps:
-            newest = query.detach()[:, :, -self.config.query_window :].unflatten(1, (self.num_key_value_heads, -1))
-            self.queries = (newest * scale).to(self._raw_dtype)
+    def _observe(self, grouped: torch.Tensor, scale: float) -> None:
+        """Keeps the newest queries while they may serve a segment; `[batch_size, num_kv_heads, group, n, head_dim]`."""
+        more_to_pack = grouped.shape[3] > self.config.recent_window or not all(row.segments for row in self.rows)
+        if more_to_pack and self.config.adapts_steps:
+            newest = (grouped[..., -self.config.query_window :, :] * scale).to(self._raw_dtype)
+            if self.queries is not None:
+                newest = torch.cat([self.queries, newest], dim=3)[..., -self.config.query_window :, :]
+            self.queries = newest
 
     def _pack_after(self, num_queries: int) -> None:
         # At once after a long chunk, so that no layer waits with a raw prompt for the next call.

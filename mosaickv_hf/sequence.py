@@ -1,5 +1,7 @@
 """One sequence's tokens in one layer: raw sinks | packed segments | raw buffer, oldest first."""
 
+import dataclasses
+
 import torch
 
 from .compression import Moments, adapt_steps, compress, fit_bases
@@ -130,9 +132,11 @@ class SequenceStore:
         if last is None or count >= config.min_segment_length:
             bases = fit_bases(_moments(keys), _moments(values), config)
             if queries is not None and config.adapts_steps:
-                bases = adapt_steps(bases, queries, self.sinks, (keys, values), self.buffer.states(), config)
+                bases, config = adapt_steps(bases, queries, self.sinks, (keys, values), self.buffer.states(), config)
         else:
             bases = last.keys.basis, last.values.basis
+            if config.adapts_steps:
+                config = dataclasses.replace(config, key_bits=last.keys.bits, value_bits=last.values.bits)
         segment = compress(keys, values, bases, config)
         # Tokens packed as they are generated join up, so that their segments stay few; never with a long prompt's,
         # which would be copied over and over.

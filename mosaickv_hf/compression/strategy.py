@@ -12,8 +12,10 @@ import torch
 from ..config import MosaicKVConfig
 from ..segments import Basis
 
-# How far a head's step may be from the config's: finer costs bytes, coarser trusts a few queries for all to come.
-_FACTORS = (0.4, 2.5)
+# How far a head's step may be from the config's. Coarser would trust a few queries for all to come; finer, four bits
+# would clip, so K takes eight in a segment with a head that asks for less than _EIGHT_BITS_FROM (V gains nothing by it).
+_COARSEST, _FINEST = 2.5, {8: 0.1, 4: 0.4, 2: 0.4}
+_EIGHT_BITS_FROM = 0.2
 
 States = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,8 +27,8 @@ def adapt_steps(
     packed: States,
     after: States,
     config: MosaicKVConfig,
-) -> tuple[Basis, Basis]:
-    """The bases with each KV head's step scaled towards `config.loss_target`.
+) -> tuple[tuple[Basis, Basis], MosaicKVConfig]:
+    """The bases with each KV head's step scaled towards the config's loss, and the config with the bits these need.
 
     A step's squared error grows with its square, so the step that meets the target follows from the error of one.
 
@@ -34,11 +36,15 @@ def adapt_steps(
         bases: of K and V.
         queries, before, packed, after: as for `output_errors`.
     """
+    adapted = []
     errors = output_errors(bases, queries, before, packed, after)
-    return tuple(
-        dataclasses.replace(basis, step=basis.step * (config.loss_target / error).sqrt().clamp(*_FACTORS))
-        for basis, error in zip(bases, errors)
-    )
+    for kind, basis, error in zip(("key", "value"), bases, errors):
+        factors = (getattr(config, f"{kind}_loss") / error).sqrt()
+        if kind == "key" and factors.min() < _EIGHT_BITS_FROM:
+            config = dataclasses.replace(config, key_bits=8)
+        factors = factors.clamp(_FINEST[getattr(config, f"{kind}_bits")], _COARSEST)
+        adapted.append(dataclasses.replace(basis, step=basis.step * factors))
+    return (adapted[0], adapted[1]), config
 
 
 def output_errors(
