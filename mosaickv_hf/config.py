@@ -29,8 +29,8 @@ class MosaicKVConfig:
         adapt_steps (`bool`): with `"threshold"`, scale each KV head's steps, from 0.4 to 2.5 times `key_step` and
             `value_step`, so that quantization changes the attention output of a prompt's newest queries as much as
             `key_loss` and `value_loss` say. Where a head's K needs much finer ones, its segment takes 8 bits and
-            they may be 0.1 times. Tokens whose queries are not seen (`from_cache` of a `DynamicCache`) take the steps as they
-            are; generated ones those of the prompt.
+            they may be 0.1 times. Tokens whose queries are not seen (`from_cache` of a `DynamicCache`) take the steps
+            as they are; generated ones those of the prompt.
         key_loss, value_loss (`float`): relative squared error of a head's output from quantizing K, and V.
         query_window (`int`): queries that this error is measured with.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
