@@ -147,3 +147,12 @@ def test_one_raw_prefill_serves_several_configs(llama):
     # The queries are kept in another precision than here, so the steps agree to that of bf16.
     torch.testing.assert_close(steps(served), steps(own), rtol=2**-6, atol=0)
     assert [layer.starts for layer in served.layers] == [[0, 20]] * 2
+
+
+def test_a_row_of_fewer_tokens_than_queries():
+    """As in a padded batch: the queries of padding do not count."""
+    queries, parts, bases = setting(n=16, length=376)
+    before, packed, after = (tuple(states[:, :k] for states in part) for part, k in zip(parts, (2, 6, 4)))
+    few = output_errors(bases, queries, before, packed, after)
+    for error, own in zip(few, output_errors(bases, queries[:, :, -12:], before, packed, after)):
+        assert torch.equal(error, own) and (error > 0).all()

@@ -66,15 +66,16 @@ def output_errors(
     Returns:
         `[num_kv_heads]` fp32 each, relative to the mean squared output of the layer.
     """
-    heads, _, n, _ = queries.shape
     first = before[0].shape[1]
     end = first + packed[0].shape[1]
     positions = torch.arange(end + after[0].shape[1], device=queries.device)
-    hidden = positions > positions[-n:, None]
+    # A row of a padded batch may have fewer tokens than others have queries.
+    queries = queries[:, :, -len(positions) :]
+    hidden = positions > positions[-queries.shape[2] :, None]
     dense = [basis.offset.shape[1] for basis in bases]
     by_key, by_value, power = [], [], []
     # One head at a time: weights of a long prompt are large.
-    for head in range(heads):
+    for head in range(queries.shape[0]):
         query = queries[head].float()
         keys, values = (torch.cat([part[i][head] for part in (before, packed, after)]).float() for i in (0, 1))
         weights = (query @ keys.T).masked_fill_(hidden, -torch.inf).softmax(-1)
