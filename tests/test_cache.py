@@ -200,7 +200,7 @@ torch.manual_seed(0)
 cache = MosaicKVCache()
 def fill(layer):
     keys, values = cache.update(torch.randn(1, 8, 4096, 128), torch.randn(1, 8, 4096, 128), layer)
-    attend(torch.randn(1, 8, 4096, 128)[:, :, :1], keys, values, torch.ones(1, 4096, dtype=torch.bool))
+    attend(torch.randn(1, 8, 4096, 128), keys, values, torch.ones(1, 4096, dtype=torch.bool))
 process = psutil.Process()
 fill(0)
 gc.collect()
