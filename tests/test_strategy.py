@@ -1,11 +1,12 @@
 """Steps that follow what the newest queries attend to."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
-from conftest import CACHE
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from conftest import CACHE, TINY
+from transformers import DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 from mosaickv_hf.compression import Moments, adapt_steps, compress, fit_bases, unpack_blocks
@@ -96,17 +97,9 @@ def test_steps_too_fine_for_four_bits_get_eight(loss, bits):
 
 @pytest.fixture(scope="module")
 def llama():
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
+    make, config = TINY["llama-group1"]
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return make(copy.deepcopy(config)).eval()
 
 
 SMALL = dict(min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_int8_channels=4)
