@@ -26,7 +26,7 @@ class MosaicKVConfig:
         key_channel_ratio, value_channel_ratio (`float`): share of the channels that `"top_r"` keeps, in (0, 1].
         key_step, value_step (`float`): the quantization step, in units of the segment's standard deviation (per
             KV head, its mean taken out). `"threshold"` keeps an element from `dead_zone` steps upwards.
-        adapt_steps (`bool`): with `"threshold"`, scale each KV head's steps, from 0.4 to 2.5 times `key_step` and
+        adapt_steps (`bool`): with `"threshold"`, scale each KV head's steps, from 0.4 to 4 times `key_step` and
             `value_step`, so that quantization changes the attention output of a prompt's newest queries as much as
             `key_loss` and `value_loss` say. Where a head's K needs much finer ones, its segment takes 8 bits and
             they may be 0.1 times. Tokens whose queries are not seen (`from_cache` of a `DynamicCache`) take the steps
@@ -73,8 +73,8 @@ class MosaicKVConfig:
     key_step: float = 0.62
     value_step: float = 1.2
     adapt_steps: bool = True
-    key_loss: float = 4e-4
-    value_loss: float = 1e-3
+    key_loss: float = 2e-4
+    value_loss: float = 2e-3
     query_window: int = 8
     dead_zone: float = 0.53
     group_size: int = 1
@@ -82,7 +82,7 @@ class MosaicKVConfig:
     value_bits: int | str = 4
     key_int8_channels: int = 16
     key_int4_channels: int = 0
-    value_int8_channels: int = 2
+    value_int8_channels: int = 0
     value_int4_channels: int = 0
     rotate: bool = True
     block_index: str = "principal"

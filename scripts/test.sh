@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 (
     source scripts/env.sh
-    install_extras test
+    install_extras test eval harness
     ruff check .
     ruff format --check .
     python -m pytest "$@"
@@ -19,6 +19,6 @@ if [[ "${MOSAICKV_TEST_OLDEST:-0}" == 1 ]]; then
         source scripts/env.sh
         install_extras test
         echo "Again with the oldest supported Transformers ($(python -m pip list 2>/dev/null | awk '$1 == "transformers" {print $2}'))"
-        python -m pytest -m "not slow"
+        python -m pytest -m "not slow" --ignore tests/evaluation
     )
 fi

@@ -6,10 +6,12 @@ import inspect
 import pytest
 import torch
 from demo_model import demo_model_path
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -41,6 +43,21 @@ TINY = {
         Qwen3Config(**_SHAPE, num_attention_heads=4, num_key_value_heads=1, head_dim=32),
     ),
 }
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """A chat tokenizer whose tokens are bytes, 0 to 255 (in another order), and 256 for padding and the end."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}answer:{% endif %}"
+    )
+    return tokenizer
 
 
 @pytest.fixture(autouse=True)

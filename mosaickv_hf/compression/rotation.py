@@ -6,8 +6,9 @@ from ..segments import Basis
 
 # Tokens a pass over a long prompt works on at a time: bounds its temporary memory.
 CHUNK_TOKENS = 4096
-# Range of the dense channels, in standard deviations from the mean. Eight bits can afford never to clip; four cannot.
-_INT8_RANGE, _INT4_RANGE = 8.0, 2.5
+# Range of the dense channels, in standard deviations from the mean. Eight bits can afford to clip next to nothing, four
+# cannot.
+_INT8_RANGE, _INT4_RANGE = 5.0, 2.5
 
 
 class Moments:

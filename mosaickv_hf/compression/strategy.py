@@ -14,7 +14,7 @@ from ..segments import Basis
 
 # How far a head's step may be from the config's. Coarser would trust a few queries for all to come. Finer, four bits
 # would clip, so K takes eight in a segment with a head that asks for less than _EIGHT_BITS_FROM; V gains nothing by it.
-_COARSEST, _FINEST = 2.5, {8: 0.1, 4: 0.4, 2: 0.4}
+_COARSEST, _FINEST = 4.0, {8: 0.1, 4: 0.4, 2: 0.4}
 _EIGHT_BITS_FROM = 0.2
 
 States = tuple[torch.Tensor, torch.Tensor]

@@ -1,0 +1,44 @@
+"""RULER on a model, with several caches: `python -m eval.ruler --model ID --lengths 4096 --out DIR`.
+
+Under `accelerate launch -m eval.ruler ...` the samples are shared out over processes and machines.
+"""
+
+import argparse
+
+from ..commands import add_arguments, main
+from ..samples import Sample, known
+from .rows import row_samples
+from .tasks import NAMES, Sources, make_samples
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m eval.ruler", description=__doc__)
+    add_arguments(result)
+    result.add_argument("--tasks", default="all", help=f"by comma, of {', '.join(NAMES)} (default: all)")
+    result.add_argument("--lengths", default="4096", help="tokens of prompt and answer, by comma (default 4096)")
+    result.add_argument("--samples", type=int, default=10, help="of each task and length (default 10)")
+    result.add_argument("--seed", type=int, default=1000, help="first seed (default 1000; develop on those below)")
+    result.add_argument("--haystack", help="essay text: a file or Hub id (default: a short text of our own, repeated)")
+    result.add_argument("--squad", help="questions of qa_1: SQuAD's JSON file, or a Hub id")
+    result.add_argument("--hotpotqa", help="questions of qa_2: HotpotQA's JSON file, or a Hub id")
+    result.add_argument("--rows", help="ready-made rows instead: a jsonl or parquet file, or a Hub id")
+    result.add_argument("--rows-config", help="config of the Hub id of --rows, such as 4096")
+    return result
+
+
+def samples(args: argparse.Namespace, tokenizer) -> list[Sample]:
+    names = known("task", args.tasks.split(","), NAMES)
+    chat = not args.no_chat_template
+    if args.rows:
+        return list(row_samples(tokenizer, args.rows, args.rows_config, names, args.samples, chat))
+    lengths = [int(length) for length in args.lengths.split(",")]
+    sources = Sources(args.haystack, args.squad, args.hotpotqa)
+    return list(make_samples(tokenizer, names, lengths, args.samples, args.seed, sources, chat))
+
+
+def settings(args: argparse.Namespace) -> dict:
+    return {"rows": args.rows, "rows_config": args.rows_config} if args.rows else {"seed": args.seed}
+
+
+if __name__ == "__main__":
+    main(parser(), "ruler", samples, settings)
