@@ -257,11 +257,12 @@ class MosaicKVLayer(CacheLayerMixin):
         Args:
             keys, values: `[batch_size, num_kv_heads, length, head_dim]`.
             starts: per row, the position of its first real token; None if it has none.
-            queries: as the attribute.
+            queries: as the attribute; of more than `query_window` the newest are taken.
         """
         self._check(keys, values)
         self.lazy_initialization(keys, values)
-        self.starts, self.queries = list(starts), queries
+        self.starts = list(starts)
+        self.queries = None if queries is None else queries[..., -self.config.query_window :, :]
         for row, (sequence, start) in enumerate(zip(self.rows, starts)):
             if start is not None:
                 real = (states[row, :, start:].detach().to(self._raw_dtype) for states in (keys, values))
