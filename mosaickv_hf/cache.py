@@ -83,24 +83,14 @@ class MosaicKVCache(Cache):
         result = cls(compression)
         layers = []
         for i, layer in enumerate(cache.layers):
-            if isinstance(layer, MosaicKVLayer):
-                if any(row.segments for row in layer.rows):
-                    raise ValueError(
-                        f"`cache` must be a DynamicCache or hold raw tokens only, layer {i} has packed ones"
-                    )
-                layers.append(MosaicKVLayer(result.compression, i))
-                if layer.get_seq_length():
-                    keys, values = layer.materialize("key"), layer.materialize("value")
-                    layers[-1].fill(keys, values, layer.starts, layer.queries)
-            elif type(layer) is DynamicLayer:
-                layers.append(MosaicKVLayer(result.compression, i))
-                if layer.get_seq_length():
-                    starts = _padding(attention_mask, layer.keys.shape[0], layer.keys.shape[2])
-                    layers[-1].fill(layer.keys, layer.values, starts)
-            elif hasattr(layer, "keys"):
+            if not isinstance(layer, MosaicKVLayer) and type(layer) is not DynamicLayer:
+                if not hasattr(layer, "keys"):
+                    raise ValueError(f"`cache` must be a DynamicCache, got a {type(layer).__name__} as layer {i}")
                 layers.append(copy.deepcopy(layer))
-            else:
-                raise ValueError(f"`cache` must be a DynamicCache, got a {type(layer).__name__} as layer {i}")
+                continue
+            layers.append(MosaicKVLayer(result.compression, i))
+            if layer.get_seq_length():
+                layers[-1].fill(*_raw_states(layer, attention_mask))
         result.layers = layers
         result.layer_class_to_replicate = None if layers else result.layer_class_to_replicate
         return result
@@ -135,6 +125,15 @@ class MosaicKVCache(Cache):
 
     def _mosaic_layers(self) -> list[MosaicKVLayer]:
         return [layer for layer in self.layers if isinstance(layer, MosaicKVLayer)]
+
+
+def _raw_states(layer: MosaicKVLayer | DynamicLayer, attention_mask: torch.Tensor | None) -> tuple:
+    """The arguments of `MosaicKVLayer.fill` from a layer that holds raw tokens."""
+    if isinstance(layer, DynamicLayer):
+        return layer.keys, layer.values, _padding(attention_mask, layer.keys.shape[0], layer.keys.shape[2])
+    if any(row.segments for row in layer.rows):
+        raise ValueError(f"`cache` must be a DynamicCache or hold raw tokens only, layer {layer.index} has packed ones")
+    return layer.materialize("key"), layer.materialize("value"), layer.starts, layer.queries
 
 
 def _padding(attention_mask: torch.Tensor | None, batch: int, length: int) -> list[int | None]:

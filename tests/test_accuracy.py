@@ -49,16 +49,12 @@ def test_second_turn_and_chunks_are_as_good_as_the_first_turn(model, tokenizer):
     first_turns, second_turns, chunked = [], [], []
     for seed in SEEDS:
         ids = prompt_ids(tokenizer, make_needle(tokenizer, 2600, 2, seed).text)
-        question = (
-            "<|im_end|>\n<|im_start|>user\nWrite the number again, and where it was.<|im_end|>\n<|im_start|>assistant\n"
-        )
-        second = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+        second = tokenizer(FOLLOW_UP, return_tensors="pt", add_special_tokens=False).input_ids
         full, mosaic = DynamicCache(), MosaicKVCache()
         first_turns.append(kl_of_turn(model, tokenizer, ids, full, mosaic))
         second_turns.append(kl_of_turn(model, tokenizer, second, full, mosaic))
         chunked.append(kl_of_turn(model, tokenizer, ids, DynamicCache(), MosaicKVCache(), chunk=512))
     first = statistics.fmean(first_turns)
-    # Steps follow the first turn's question, so the first turn is the easier one: 0.0023 against 0.0056 when recorded,
-    # and 0.050 against 0.016 with the same steps for all heads. A third of what the accuracy check allows is fine.
-    assert statistics.fmean(second_turns) <= max(2 * first, 0.01)
+    # Steps follow the first turn's question, so the first turn is the easier one: 0.0061 against 0.0073 when recorded.
+    assert statistics.fmean(second_turns) <= 2 * first
     assert statistics.fmean(chunked) <= 2 * first
