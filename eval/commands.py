@@ -1,6 +1,7 @@
 """What the commands of both benchmarks share: arguments, model, the run, the table."""
 
 import argparse
+import datetime
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"by comma, of {', '.join(NAMES)}, or .json files of a MosaicKVConfig (default: full,default)",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an interrupted one goes on there")
-    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded together, left-padded (default 1)")
+    parser.add_argument(
+        "--batch-size", type=positive, default=1, help="prompts decoded together, left-padded (default 1)"
+    )
     parser.add_argument("--dtype", default="auto", help="of the model (default: float32 on a CPU, else as saved)")
     parser.add_argument("--no-chat-template", action="store_true", help="prompts as they are, also for chat models")
+
+
+def positive(text: str) -> int:
+    """A number above zero, for argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a number above zero, got {text!r}")
+    return int(text)
 
 
 def main(
@@ -39,8 +49,11 @@ def main(
 ) -> None:
     """Runs a benchmark's command; errors of data and arguments end it with a message and status 2."""
     args = parser.parse_args()
-    state = PartialState(cpu=not torch.cuda.is_available())
+    # A process that is done may wait for the others as long as it takes.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=datetime.timedelta(days=7))
     try:
+        given = configs(args.methods.split(","))
+        model = _load(args, state)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         samples = make_samples(args, tokenizer)
         if not samples:
@@ -48,21 +61,22 @@ def main(
         settings = {
             "benchmark": benchmark,
             "model": Path(args.model).name,
+            "dtype": str(model.dtype).removeprefix("torch."),
             **settings_of(args),
             "batch_size": args.batch_size,
             "chat_template": not args.no_chat_template,
-            "configs": configs(args.methods.split(",")),
-            **environment(),
+            "configs": given,
         }
         results = run(
             samples,
             args.methods.split(","),
-            model=_load(args, state),
+            model=model,
             tokenizer=tokenizer,
             state=state,
             out=args.out,
             batch_size=args.batch_size,
             settings=settings,
+            made=environment() | {"device": _device(state)},
         )
     except EvalError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -75,5 +89,12 @@ def _load(args: argparse.Namespace, state: PartialState) -> PreTrainedModel:
     dtype = args.dtype
     if dtype == "auto" and state.device.type == "cpu":
         dtype = "float32"
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sdpa")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError, AttributeError) as error:
+        raise EvalError(f"cannot load --model {args.model} with --dtype {args.dtype}: {error}") from error
     return model.to(state.device).eval()
+
+
+def _device(state: PartialState) -> str:
+    return torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import Cache, PreTrainedModel
 
-from .methods import Prefill, held_bytes, prefill_cache
+from .methods import Prefill, bytes_per_token, prefill_cache
 from .samples import Sample
 
 
@@ -18,8 +18,8 @@ class Answer:
 
     Attributes:
         tokens: the answer's ids, without what ended it.
-        kl: mean KL(full || method) over the tokens of full's answer, the method fed the same ones; None if there is
-            no full answer of two tokens.
+        kl: mean KL(full || method) after the tokens of full's answer that are fed, the method fed the same ones; None
+            if there is none.
         bytes: held for this row once the prompt was in: its share of the batch's, by tokens.
         bytes_bf16: of the same K and V as bf16.
     """
@@ -48,20 +48,21 @@ class Decoder:
         ids, mask = self._pad(batch)
         cache = prefill_cache()
         logits = self._forward(ids, mask, cache, logits_to_keep=1)
-        prefill = Prefill(cache, mask, self.model.config)
+        prefill = Prefill(cache, self.model.config)
         per_token = cache.stats().bytes_bf16 // int(mask.sum())
         for row, sample in enumerate(batch):
             if sample.stop_ids:  # such an answer may not be empty
                 logits[row, [*self.eos_ids, *sample.stop_ids]] = -torch.inf
         run = _Run(self, mask, logits.argmax(-1), batch)
-        full = run.follow(methods["full"](prefill), None)
+        full = None
         answers = {}
-        for name, make in methods.items():
-            cache = make(prefill)
-            size = held_bytes(cache)
-            played = full if name == "full" else run.follow(cache, full)
+        for name in sorted(methods, key=lambda name: name != "full"):  # the others are compared to it
+            cache = methods[name](prefill)
+            held = bytes_per_token(cache, mask)
+            played = run.follow(cache, full)
+            full = played if name == "full" else full
             answers[name] = [
-                Answer(tokens, kl, size * len(sample.input_ids) / int(mask.sum()), per_token * len(sample.input_ids))
+                Answer(tokens, kl, held * len(sample.input_ids), per_token * len(sample.input_ids))
                 for sample, tokens, kl in zip(batch, played.tokens, played.kl)
             ]
         return answers
@@ -176,6 +177,6 @@ class _Run:
     def _diverge(self, full: _Played, step: int, log_probs: torch.Tensor, divergences: list) -> None:
         truth = full.log_probs[step]
         kl = (truth.exp() * (truth - log_probs)).sum(-1).clamp_min(0)
-        for row, answer in enumerate(full.tokens):
-            if step < len(answer):
+        for row, (answer, sample) in enumerate(zip(full.tokens, self.batch)):
+            if step < min(len(answer), sample.max_new_tokens - 1):  # the last token of a longest answer is not fed
                 divergences[row].append(float(kl[row]))

@@ -1,6 +1,7 @@
 """The caches that are compared, each made from one prefill."""
 
 import dataclasses
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,12 +27,10 @@ class Prefill:
 
     Attributes:
         cache: holds them raw.
-        attention_mask: `[batch, length]`; 0 is left padding.
         config: of the model.
     """
 
     cache: MosaicKVCache
-    attention_mask: torch.Tensor
     config: PreTrainedConfig
 
 
@@ -47,7 +46,7 @@ def make_methods(names: list[str]) -> dict[str, Callable[[Prefill], Cache]]:
         names: of `NAMES`, or the path of a `MosaicKVConfig` as JSON, which is named after its file.
 
     Raises:
-        EvalError: an unknown name, or a file that is no config.
+        EvalError: an unknown name, a file that is no config, or one that is named as another method.
     """
     mosaic = {name: _mosaic(MosaicKVConfig.from_dict(fields)) for name, fields in configs(names).items()}
     return {_label(name): mosaic.get(_label(name)) or _OTHERS[name] for name in names}
@@ -56,7 +55,12 @@ def make_methods(names: list[str]) -> dict[str, Callable[[Prefill], Cache]]:
 def configs(names: list[str]) -> dict[str, dict]:
     """The fields of the configs among these methods, by the method's name; raises as `make_methods`."""
     found = {}
-    for name in names:
+    labels = [_label(name) for name in names]
+    for name, label in zip(names, labels):
+        if name.endswith(".json") and (label in NAMES or labels.count(label) > 1):
+            raise EvalError(f"the config {name} would be named {label!r}, as another method is; rename the file")
+        if name == "quantized" and importlib.util.find_spec("optimum") is None:
+            raise EvalError("method 'quantized' needs optimum-quanto; pip install '.[eval]', or leave it out")
         if name in PRESETS:
             found[name] = MosaicKVConfig.preset(name).to_dict()
         elif name.endswith(".json"):
@@ -104,6 +108,14 @@ def _think(prefill: Prefill) -> Cache:
 
 
 _OTHERS = {"full": _full, "quantized": _quantized, "quest": _quest, "think": _think}
+
+
+def bytes_per_token(cache: Cache, mask: torch.Tensor) -> float:
+    """Bytes that a cache holds a real token of the batch, by the `[batch, length]` mask of its prompts.
+
+    Padding is not held against the caches that store it: they share their bytes out over it.
+    """
+    return held_bytes(cache) / int(mask.sum() if isinstance(cache, MosaicKVCache) else mask.numel())
 
 
 def held_bytes(cache: Cache) -> int:

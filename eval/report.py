@@ -31,24 +31,26 @@ def main() -> None:
 
 
 def table(results: dict) -> str:
-    """A Markdown table: methods by scores, bytes and loss."""
+    """Markdown tables: methods by scores, bytes and loss, then by task, for each length."""
+    methods = results["methods"]
     lines = [
-        "| method | average | loss, points (95 %) | KL | bytes a token | ratio to bf16 |",
+        "| method | average | loss, percent of full (95 %) | KL | bytes a token | ratio to bf16 |",
         "|---|---|---|---|---|---|",
     ]
-    for name, method in results["methods"].items():
-        loss = method["loss"]
-        low, high = loss["points_interval_95"]
+    for name, method in methods.items():
+        loss, interval = method["loss"]["percent"], method["loss"]["percent_interval_95"]
+        shown = "" if loss is None else f"{loss:.2f}"
+        shown += f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
         kl = "" if method["kl"] is None else f"{method['kl']:.4f}"
         lines.append(
-            f"| {name} | {method['average']:.2f} | {loss['points']:.2f} ({low:.2f} to {high:.2f}) | {kl} "
+            f"| {name} | {method['average']:.2f} | {shown} | {kl} "
             f"| {method['bytes_per_token']:,.0f} | {method['ratio']:.2f} |"
         )
-    methods = list(results["methods"])
-    lines += ["", "| task | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
-    for task in next(iter(results["methods"].values()))["tasks"]:
-        scores = " | ".join(f"{results['methods'][name]['tasks'][task]:.1f}" for name in methods)
-        lines.append(f"| {task} | {scores} |")
+    for length in methods["full"]["lengths"]:
+        lines += ["", f"| task, length {length} | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
+        for task in methods["full"]["lengths"][length]["tasks"]:
+            scores = (method["lengths"][length]["tasks"][task] for method in methods.values())
+            lines.append(f"| {task} | " + " | ".join(f"{score:.1f}" for score in scores) + " |")
     return "\n".join(lines)
 
 
@@ -79,17 +81,19 @@ def plots(results: dict, folder: Path, name: str) -> dict[str, str]:
     pyplot.ylabel("average score")
     save("score against memory", "bytes")
 
-    lengths = list(next(iter(methods.values()))["lengths"])
+    lengths = list(methods["full"]["lengths"])
     if len(lengths) > 1:
         pyplot.figure(figsize=(6, 4))
+        places = [int(length) for length in lengths] if all(map(str.isdigit, lengths)) else range(len(lengths))
         for label, method in methods.items():
-            pyplot.plot(lengths, [method["lengths"][length]["average"] for length in lengths], "o-", label=label)
+            pyplot.plot(places, [method["lengths"][length]["average"] for length in lengths], "o-", label=label)
+        pyplot.xticks(places, lengths)
         pyplot.xlabel("length")
         pyplot.ylabel("average score")
         pyplot.legend()
         save("score against length", "lengths")
 
-    tasks = list(next(iter(methods.values()))["tasks"])
+    tasks = list(methods["full"]["tasks"])
     pyplot.figure(figsize=(1.5 + 0.6 * len(tasks), 1.5 + 0.4 * len(methods)))
     scores = [[method["tasks"][task] for task in tasks] for method in methods.values()]
     pyplot.imshow(scores, vmin=0, vmax=100, aspect="auto", cmap="viridis")
@@ -105,7 +109,8 @@ def plots(results: dict, folder: Path, name: str) -> dict[str, str]:
 def _made(results: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
     seed = f"seeds from {results['seed']}, " if "seed" in results else ""
-    return f"{results['n']} samples, {seed}commit {results['commit']}, {versions}, {results['machine']['cpu']}."
+    where = f"{results['device']}, {results['machine']['cpu']}"
+    return f"{results['n']} samples, {seed}commit {results['commit']}, {versions}, {where}."
 
 
 if __name__ == "__main__":

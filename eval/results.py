@@ -14,46 +14,55 @@ def summarize(records: list[dict], methods: list[str], settings: dict[str, Any])
     """The content of `results.json`.
 
     `average` is the mean over lengths of the mean over tasks, in percent. `loss` is full's average less the method's,
-    with a paired bootstrap interval of 95 %: the same samples for both, resampled within every task and length.
+    `ahead_of` the method's less another's, with paired bootstrap intervals of 95 %: the same samples for both,
+    resampled within every task and length.
     """
     cells: dict[tuple, list[dict]] = defaultdict(list)
     for record in records:
         cells[record["length"], record["task"]].append(record)
-    lengths = sorted({length for length, _ in cells}, key=str)
+    lengths = sorted({length for length, _ in cells}, key=lambda length: (isinstance(length, str), length))
     weights = {
         (length, task): 1 / len(lengths) / sum(1 for other, _ in cells if other == length) for length, task in cells
     }
+    scores = {
+        name: {
+            cell: np.array([100 * record["methods"][name]["score"] for record in of_cell])
+            for cell, of_cell in cells.items()
+        }
+        for name in methods
+    }
+    averages = {name: sum(weights[cell] * s.mean() for cell, s in scores[name].items()) for name in methods}
+    full = averages["full"]
+
+    def difference(name: str, other: str) -> dict[str, Any]:
+        interval = _interval({cell: scores[name][cell] - scores[other][cell] for cell in cells}, weights)
+        return {"points": averages[name] - averages[other], "points_interval_95": interval}
+
     result = {"n": len(records), **settings, "methods": {}}
-    tokens = sum(record["prompt_tokens"] for record in records)
     for name in methods:
-
-        def scores(cell: tuple, method: str = name) -> np.ndarray:
-            return np.array([record["methods"][method]["score"] for record in cells[cell]])
-
-        average = 100 * sum(weight * scores(cell).mean() for cell, weight in weights.items())
-        full = 100 * sum(weight * scores(cell, "full").mean() for cell, weight in weights.items())
-        held = sum(record["methods"][name]["bytes"] for record in records)
         divergences = [record["methods"][name]["kl"] for record in records]
         divergences = [kl for kl in divergences if kl is not None]
-        low, high = _interval({cell: 100 * (scores(cell, "full") - scores(cell)) for cell in cells}, weights)
+        loss = difference("full", name)
+        interval = loss["points_interval_95"]
         result["methods"][name] = {
-            "average": average,
-            "bytes_per_token": held / tokens,
-            "ratio": sum(record["bytes_bf16"] for record in records) / held,
+            "average": averages[name],
+            **_bytes(records, name),
             "kl": statistics.fmean(divergences) if divergences else None,
             "loss": {
-                "points": full - average,
-                "percent_of_full": 100 * (full - average) / full if full else 0.0,
-                "points_interval_95": [low, high],
+                **loss,
+                "percent": 100 * loss["points"] / full if full else None,
+                "percent_interval_95": [100 * x / full for x in interval] if full and interval else None,
             },
+            "ahead_of": {other: difference(name, other) for other in methods if other != name},
             "tasks": {
-                task: 100 * float(np.concatenate([scores(cell) for cell in cells if cell[1] == task]).mean())
+                task: float(np.concatenate([s for cell, s in scores[name].items() if cell[1] == task]).mean())
                 for task in dict.fromkeys(task for _, task in cells)
             },
             "lengths": {
                 str(length): {
-                    "average": 100 * statistics.fmean(scores(cell).mean() for cell in cells if cell[0] == length),
-                    "ratio": _ratio([record for cell in cells if cell[0] == length for record in cells[cell]], name),
+                    "average": statistics.fmean(s.mean() for cell, s in scores[name].items() if cell[0] == length),
+                    **_bytes([record for cell in cells if cell[0] == length for record in cells[cell]], name),
+                    "tasks": {cell[1]: s.mean() for cell, s in scores[name].items() if cell[0] == length},
                 }
                 for length in lengths
             },
@@ -61,15 +70,22 @@ def summarize(records: list[dict], methods: list[str], settings: dict[str, Any])
     return result
 
 
-def _ratio(records: list[dict], method: str) -> float:
-    return sum(r["bytes_bf16"] for r in records) / sum(r["methods"][method]["bytes"] for r in records)
+def _bytes(records: list[dict], method: str) -> dict[str, float]:
+    held = sum(record["methods"][method]["bytes"] for record in records)
+    return {
+        "bytes_per_token": held / sum(record["prompt_tokens"] for record in records),
+        "ratio": sum(record["bytes_bf16"] for record in records) / held,
+    }
 
 
-def _interval(differences: dict[tuple, np.ndarray], weights: dict[tuple, float]) -> tuple[float, float]:
+def _interval(differences: dict[tuple, np.ndarray], weights: dict[tuple, float]) -> list[float] | None:
+    """Of the weighted sum of the cells' means; None where a cell has one sample, which says nothing of its spread."""
+    if any(len(values) == 1 for values in differences.values()):
+        return None
     rng = np.random.default_rng(0)
     total = np.zeros(RESAMPLES)
     for cell, values in differences.items():
-        picks = rng.integers(len(values), size=(RESAMPLES, len(values)))
-        total += weights[cell] * values[picks].mean(1)
-    low, high = np.percentile(total, [2.5, 97.5])
-    return float(low), float(high)
+        means = values[rng.integers(len(values), size=(RESAMPLES, len(values)))].mean(1)
+        # Resampling n values has n - 1 over n of the variance of their mean.
+        total += weights[cell] * (values.mean() + (means - values.mean()) * (len(values) / (len(values) - 1)) ** 0.5)
+    return np.percentile(total, [2.5, 97.5]).tolist()

@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import EvalError
 
-_KINDS = {str: "text", int: "a number", list: "a list", dict: "an object"}
+_KINDS = {str: "text", int: "a number", list: "a list"}
 
 
 def read_rows(source: str, fields: dict[str, type], config: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:

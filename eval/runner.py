@@ -32,16 +32,18 @@ def run(
     out: Path,
     batch_size: int,
     settings: dict[str, Any],
+    made: dict[str, Any],
 ) -> dict[str, Any] | None:
     """Answers every sample with every method, and writes predictions and results into `out`.
 
-    Batches are cut before they are shared out, and one is the unit of what is done, so that neither the number of
-    processes nor an interruption changes a batch.
+    Batches are cut, each of one task and length, before they are shared out, and one is the unit of what is done, so
+    that neither the number of processes nor an interruption changes a batch.
 
     Args:
         methods: names, see `eval.methods`; "full" is always among them, for the others are compared to it.
         state: `accelerate.PartialState`.
         settings: what the results depend on; a folder with others is refused. Samples and methods may be added.
+        made: machine, versions and commit, as the results say them.
 
     Returns:
         the results, on the main process; None on the others.
@@ -50,8 +52,8 @@ def run(
         EvalError: `out` holds a run with other settings or prompts; a prompt longer than the model's context.
     """
     methods = list(dict.fromkeys(["full", *methods]))
-    made = make_methods(methods)
-    names = list(made)
+    makers = make_methods(methods)
+    names = list(makers)
     check_context(model, samples)
     out.mkdir(parents=True, exist_ok=True)
     known = _resume(out, settings, state)
@@ -59,7 +61,10 @@ def run(
         if known.get(sample.id, {"prompt": _digest(sample)})["prompt"] != _digest(sample):
             raise EvalError(f"{out} holds an answer to another prompt as {sample.id}; take another --out, or remove it")
 
-    batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
+    cells: dict[tuple, list[Sample]] = {}
+    for sample in samples:
+        cells.setdefault((sample.length, sample.task), []).append(sample)
+    batches = [cell[i : i + batch_size] for cell in cells.values() for i in range(0, len(cell), batch_size)]
     wanting = [
         (batch, missing)
         for batch in batches
@@ -73,7 +78,7 @@ def run(
         progress = tqdm(mine, unit="batch", disable=not state.is_main_process)
         for batch, missing in progress:
             # "full" is decoded again if need be: it is what the others are compared to.
-            asked = {name: made[name] for name in dict.fromkeys(["full", *missing])}
+            asked = {name: makers[name] for name in dict.fromkeys(["full", *missing])}
             answers = decoder.answer(batch, asked)
             new = [
                 _record(sample, {name: answers[name][i] for name in asked}, tokenizer) for i, sample in enumerate(batch)
@@ -88,8 +93,8 @@ def run(
     if not state.is_main_process:
         return None
     done = [known[sample.id] for sample in samples]
-    results = summarize(done, names, settings)
-    lines = [{"settings": settings}, *done]
+    results = summarize(done, names, settings | made)
+    lines = [{"settings": settings | made}, *done]
     _write(out / PREDICTIONS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     _write(out / RESULTS, json.dumps(results, indent=2) + "\n")
     return results
@@ -148,10 +153,13 @@ def _resume(out: Path, settings: dict[str, Any], state) -> dict[str, Record]:
         changed += [f"config of {name}" for name, given in settings["configs"].items() if configs[name] != given]
         if changed:
             problem = f"{out} holds a run with another {', '.join(changed)}; take another --out, or remove it"
-        else:
+        elif state.is_main_process:
             _write(saved, json.dumps({**settings, "configs": configs}, indent=2) + "\n")
-        for path in sorted([*out.glob("part-*.jsonl"), *out.glob(PREDICTIONS)]):
-            found += _whole_lines(path)
+        try:
+            for path in sorted([*out.glob("part-*.jsonl"), *out.glob(PREDICTIONS)]):
+                found += _whole_lines(path)
+        except EvalError as error:
+            problem = str(error)
     problem = next((p for p in gather_object([problem]) if p), None)  # all processes end together
     if problem:
         raise EvalError(problem)
@@ -162,22 +170,22 @@ def _resume(out: Path, settings: dict[str, Any], state) -> dict[str, Record]:
 
 
 def _whole_lines(path: Path) -> list[Record]:
-    """The records of a file, without the line that a killed run broke off, which is removed."""
-    records, good = [], 0
+    """The records of a file, without a last line that a killed run broke off, which is removed."""
     content = path.read_bytes()
-    for line in content.splitlines(keepends=True):
-        try:
-            if not line.endswith(b"\n"):
-                raise ValueError
-            record = json.loads(line)
-        except ValueError:
-            break
-        good += len(line)
-        if "settings" not in record:
-            records.append(record)
+    good = content.rfind(b"\n") + 1
     if good < len(content):
         with path.open("r+b") as file:
             file.truncate(good)
+    records = []
+    for number, line in enumerate(content[:good].splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise EvalError(
+                f"{path}, line {number}: not JSON; remove the line, its sample is then done again"
+            ) from None
+        if "settings" not in record:
+            records.append(record)
     return records
 
 

@@ -37,7 +37,10 @@ def chat_ids(tokenizer, text: str, answer_prefix: str = "", chat: bool = True) -
     """Token ids of a prompt: `text` as a chat's user turn if asked and the tokenizer knows chats, then the prefix."""
     if chat and tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # Templates of thinking models would open a thought, which answers of a few tokens have no room for.
+        prompt = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
         return tokenizer(prompt + answer_prefix, add_special_tokens=False).input_ids
     return tokenizer(text + answer_prefix).input_ids
 

@@ -82,8 +82,11 @@ def chosen_tokens(
     if mask is not None:
         visible = mask[..., : scores.shape[-1] * PAGE_SIZE].unflatten(-1, (-1, PAGE_SIZE)).any(-1)
         scores = scores.masked_fill(~visible[:, :, 0], -torch.inf)
-    count = min(scores.shape[-1], math.ceil(TOKEN_RATIO * length / PAGE_SIZE))
-    pages = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count).indices, True)
+    # By each row's own length: padding is no token.
+    lengths = torch.full((len(query),), length) if mask is None else mask[:, 0, -1].sum(-1).cpu()
+    counts = torch.tensor([math.ceil(TOKEN_RATIO * n / PAGE_SIZE) for n in lengths.tolist()], device=query.device)
+    ranks = scores.argsort(-1, descending=True).argsort(-1)
+    pages = ranks < counts[:, None, None]
     tokens = pages.repeat_interleave(PAGE_SIZE, dim=-1)
     # The page that is being filled holds the newest tokens and is always attended to.
     return torch.nn.functional.pad(tokens, (0, length - tokens.shape[-1]), value=True)[:, :, None]

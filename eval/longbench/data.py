@@ -1,5 +1,6 @@
 """LongBench's rows as samples: prompts, truncation in the middle, chat template."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def make_samples(
 
     Args:
         source: a folder with `TASK.jsonl` or `TASK.parquet` files, or a Hub id with a config for each task
-            (`THUDM/LongBench`, `Xnhyacinth/LongBench`).
+            (`Xnhyacinth/LongBench`; `THUDM/LongBench` is a script, which newer `datasets` refuse).
         max_length: tokens of a prompt; the middle of a longer one is left out, as LongBench does.
         limit: rows of each task; None for all.
         by_length: group scores by LongBench-E's ranges; its rows are taken (`TASK_e`) where there are some.
@@ -31,9 +32,18 @@ def make_samples(
         for number, (where, row) in enumerate(rows):
             if number == limit:
                 break
-            if not row["answers"]:
-                raise EvalError(f"{where}: field 'answers' is empty")
+            _check(where, name, row)
             yield _sample(tokenizer, name, number, row, max_length, by_length, chat)
+
+
+def _check(where: str, name: str, row: dict) -> None:
+    """Raises `EvalError` if the task's metric could make nothing of a row."""
+    if not row["answers"]:
+        raise EvalError(f"{where}: field 'answers' is empty")
+    if name == "trec" and not row.get("all_classes"):
+        raise EvalError(f"{where}: field 'all_classes' is empty, which trec's metric needs")
+    if name == "passage_retrieval_en" and not all(re.search(r"Paragraph \d+", str(a)) for a in row["answers"]):
+        raise EvalError(f"{where}: field 'answers' must be like 'Paragraph 7', got {row['answers']!r:.60}")
 
 
 def _sample(tokenizer, name: str, number: int, row: dict, max_length: int, by_length: bool, chat: bool) -> Sample:

@@ -131,6 +131,8 @@ NOT_CHATS = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 """Tasks whose prompts are examples or code to go on with, given without a chat template."""
 ENDS_WITH_LINE = ("samsum",)
 """Tasks whose answer is a line: a newline ends it, though not as the first token."""
+BY_LENGTH = tuple(name for name in TASKS if name not in ("narrativeqa", "musique", "qmsum"))
+"""Tasks of LongBench-E."""
 LENGTHS = {4000: "0-4k", 8000: "4-8k"}
 """LongBench-E's ranges of length in words, by their end; longer ones are "8k+"."""
 

@@ -4,8 +4,9 @@ Under `accelerate launch -m eval.ruler ...` the samples are shared out over proc
 """
 
 import argparse
+from pathlib import Path
 
-from ..commands import add_arguments, main
+from ..commands import add_arguments, main, positive
 from ..samples import Sample, known
 from .rows import row_samples
 from .tasks import NAMES, Sources, make_samples
@@ -15,8 +16,10 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m eval.ruler", description=__doc__)
     add_arguments(result)
     result.add_argument("--tasks", default="all", help=f"by comma, of {', '.join(NAMES)} (default: all)")
-    result.add_argument("--lengths", default="4096", help="tokens of prompt and answer, by comma (default 4096)")
-    result.add_argument("--samples", type=int, default=10, help="of each task and length (default 10)")
+    result.add_argument(
+        "--lengths", type=lengths, default="4096", help="tokens of prompt and answer, by comma (default 4096)"
+    )
+    result.add_argument("--samples", type=positive, default=10, help="of each task and length (default 10)")
     result.add_argument("--seed", type=int, default=1000, help="first seed (default 1000; develop on those below)")
     result.add_argument("--haystack", help="essay text: a file or Hub id (default: a short text of our own, repeated)")
     result.add_argument("--squad", help="questions of qa_1: SQuAD's JSON file, or a Hub id")
@@ -26,18 +29,25 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def lengths(text: str) -> list[int]:
+    """Positive numbers, by comma."""
+    return [positive(part) for part in text.split(",")]
+
+
 def samples(args: argparse.Namespace, tokenizer) -> list[Sample]:
     names = known("task", args.tasks.split(","), NAMES)
     chat = not args.no_chat_template
     if args.rows:
         return list(row_samples(tokenizer, args.rows, args.rows_config, names, args.samples, chat))
-    lengths = [int(length) for length in args.lengths.split(",")]
     sources = Sources(args.haystack, args.squad, args.hotpotqa)
-    return list(make_samples(tokenizer, names, lengths, args.samples, args.seed, sources, chat))
+    return list(make_samples(tokenizer, names, args.lengths, args.samples, args.seed, sources, chat))
 
 
 def settings(args: argparse.Namespace) -> dict:
-    return {"rows": args.rows, "rows_config": args.rows_config} if args.rows else {"seed": args.seed}
+    if args.rows:
+        return {"rows": args.rows, "rows_config": args.rows_config}
+    sources = {name: getattr(args, name) for name in ("haystack", "squad", "hotpotqa")}
+    return {"seed": args.seed, "sources": {name: source and Path(source).name for name, source in sources.items()}}
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class Task:
         smallest: the fewest units.
         unit_tokens: about how many tokens a unit has.
         max_new_tokens: the longest answer.
+        largest: the most units there are; None if there is no end.
         match: `"all"` scores the share of the references found, `"part"` whether any is.
     """
 
@@ -38,3 +39,4 @@ class Task:
     unit_tokens: float
     max_new_tokens: int
     match: str = "all"
+    largest: int | None = None

@@ -23,6 +23,8 @@ def row_samples(
         task = row["task"]
         if task not in NAMES:
             raise EvalError(f"{where}: unknown task {task!r}; there are {', '.join(NAMES)}")
+        if not row["answer"] or not all(isinstance(answer, str) for answer in row["answer"]):
+            raise EvalError(f"{where}: field 'answer' must be a list of texts, got {row['answer']!r:.40}")
         if task not in taken or taken[task] == limit:
             continue
         number = taken[task]

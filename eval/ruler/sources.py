@@ -1,5 +1,6 @@
 """What RULER's tasks are made of: haystack text, words, questions with documents."""
 
+import contextlib
 import functools
 import json
 import re
@@ -59,10 +60,9 @@ def squad(source: str | None) -> QuestionSet:
     """SQuAD's questions: its own JSON format, or a Hub dataset with its columns (context, question, answers, title)."""
     source = _given(source, "qa_1", "--squad", "SQuAD 2.0 dev JSON", "rajpurkar/squad_v2")
     if Path(source).is_file():
-        articles = [
-            [(p["context"], p["qas"]) for p in article["paragraphs"]]
-            for article in _field(source, _json(source), "data")
-        ]
+        content = _field(source, _json(source), "data")
+        with _format_of("SQuAD", source):
+            articles = [[(p["context"], p["qas"]) for p in article["paragraphs"]] for article in content]
     else:
         by_title: dict[str, dict[str, list]] = {}
         for row in _from_hub(source, "SQuAD", "context"):
@@ -73,15 +73,16 @@ def squad(source: str | None) -> QuestionSet:
     documents = sorted({context for article in articles for context, _ in article})
     number = {document: i for i, document in enumerate(documents)}
     questions = []
-    for article in articles:
-        others = [number[context] for context, _ in article]
-        for context, qas in article:
-            for qa in qas:
-                if not qa.get("is_impossible", False):
-                    own = number[context]
-                    answers = list(dict.fromkeys(answer["text"] for answer in qa["answers"]))
-                    related = [i for i in dict.fromkeys(others) if i != own]
-                    questions.append(Question(qa["question"], answers, [own], related))
+    with _format_of("SQuAD", source):
+        for article in articles:
+            others = [number[context] for context, _ in article]
+            for context, qas in article:
+                for qa in qas:
+                    if not qa.get("is_impossible", False):
+                        own = number[context]
+                        answers = list(dict.fromkeys(answer["text"] for answer in qa["answers"]))
+                        related = [i for i in dict.fromkeys(others) if i != own]
+                        questions.append(Question(qa["question"], answers, [own], related))
     return _some(QuestionSet(questions, documents), source)
 
 
@@ -99,6 +100,11 @@ def hotpotqa(source: str | None) -> QuestionSet:
             }
             for row in _from_hub(source, "HotpotQA", "context", config="distractor")
         ]
+    with _format_of("HotpotQA", source):
+        return _hotpotqa(rows, source)
+
+
+def _hotpotqa(rows: list[dict], source: str) -> QuestionSet:
     named = [[(title, f"{title}\n{''.join(sentences)}") for title, sentences in row["context"]] for row in rows]
     documents = sorted({document for row in named for _, document in row})
     number = {document: i for i, document in enumerate(documents)}
@@ -144,6 +150,15 @@ def _some(questions: QuestionSet, source: str) -> QuestionSet:
     if not questions.questions:
         raise EvalError(f"{source} has no question with an answer")
     return questions
+
+
+@contextlib.contextmanager
+def _format_of(what: str, source: str):
+    """A field that is missing is the file's fault."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EvalError(f"{source} does not have {what}'s fields ({error!r}); is it the right file?") from error
 
 
 def _json(path: str):

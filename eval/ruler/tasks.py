@@ -10,7 +10,7 @@ from ..samples import Sample, chat_ids
 from . import niah, qa, variable_tracking, word_extraction
 from .fitting import largest
 from .prompts import Prompt, Task
-from .sources import haystack_words, hotpotqa, squad
+from .sources import haystack_words, hotpotqa, squad, words
 
 NAMES = [
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
@@ -53,7 +53,7 @@ def make_task(name: str, sources: Sources, number: int = 0) -> Task:
     if name == "vt":
         return Task(lambda rng, size, length: variable_tracking.build(rng, size), variable_tracking.HOPS + 1, 25, 30)
     if name == "cwe":
-        return Task(word_extraction.build_common, word_extraction.NUM_COMMON, 20, 120)
+        return Task(word_extraction.build_common, word_extraction.NUM_COMMON, 20, 120, largest=len(words()))
     if name == "fwe":
         return Task(
             lambda rng, size, length: word_extraction.build_frequent(rng, size, length, 50),
@@ -87,11 +87,15 @@ def make_prompt(name: str, length: int, seed: int, sources: Sources, count_token
         return task.build(random.Random(f"{name}/{length}/{seed}"), size, length)
 
     def fits(size: int) -> bool:
+        if task.largest is not None and size > task.largest:
+            return False
         return count_tokens(build(size)) + task.max_new_tokens <= length
 
     size = largest(fits, task.smallest, int(length / task.unit_tokens))
     if size is None:
         raise EvalError(f"task {name} does not fit into {length} tokens; leave it out of --tasks, or add to --lengths")
+    if size == task.largest:
+        raise EvalError(f"task {name} has too few words for {length} tokens; leave it out of --tasks")
     return build(size), task
 
 

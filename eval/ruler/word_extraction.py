@@ -4,7 +4,6 @@ import math
 import random
 import string
 
-from ..errors import EvalError
 from .prompts import Prompt
 from .sources import words
 
@@ -36,8 +35,6 @@ def build_common(rng: random.Random, size: int, max_length: int) -> Prompt:
 
 
 def _numbered(rng: random.Random, size: int, common_repeats: int, other_repeats: int) -> tuple[str, list[str]]:
-    if size > len(words("all")):
-        raise EvalError(f"cwe at this length needs more than the {len(words('all'))} different words there are")
     chosen = rng.sample(words("all"), size)
     common = chosen[:NUM_COMMON]
     listed = common * common_repeats + chosen[NUM_COMMON:] * other_repeats

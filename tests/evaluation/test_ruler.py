@@ -10,7 +10,7 @@ from demo_model import demo_model_path
 from transformers import AutoTokenizer
 
 from eval.errors import EvalError
-from eval.ruler import niah, variable_tracking, word_extraction
+from eval.ruler import niah, variable_tracking
 from eval.ruler.fitting import largest
 from eval.ruler.rows import row_samples
 from eval.ruler.sources import hotpotqa, squad, words
@@ -142,7 +142,7 @@ def test_variable_tracking(sources):
         assert text.startswith(
             "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
         )
-        value, first = None, re.search(rf"VAR ([A-Z]{{{letters}}}) = (\d{{5}})\n", text)
+        first = re.search(rf"VAR ([A-Z]{{{letters}}}) = (\d{{5}})\n", text)
         name, value = first.groups()
         chain = [name]
         for new, old in re.findall(rf"VAR ([A-Z]{{{letters}}}) = VAR ([A-Z]{{{letters}}}) ?\n", text):
@@ -261,8 +261,11 @@ def test_missing_and_malformed_sources(tmp_path, sources):
         squad(str(broken))
     with pytest.raises(EvalError, match=r"niah_multikey_3 does not fit into 60 tokens"):
         make("niah_multikey_3", sources, 60)
-    with pytest.raises(EvalError, match="cwe at this length needs more"):
-        word_extraction.build_common(random.Random(0), 100_000, 10**6)
+    broken.write_text('{"data": [{"paragraph": []}]}')
+    with pytest.raises(EvalError, match=r"broken\.json does not have SQuAD's fields \(KeyError\('paragraphs'\)\)"):
+        squad(str(broken))
+    with pytest.raises(EvalError, match="cwe has too few words for 200000 tokens"):
+        make("cwe", sources, 200_000)
 
 
 def test_ready_made_rows(tmp_path, byte_tokenizer):
@@ -274,6 +277,9 @@ def test_ready_made_rows(tmp_path, byte_tokenizer):
     assert samples[0].metric == ("ruler", "part") and samples[0].max_new_tokens == 7
     path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"answer": "x"}) + "\n")
     with pytest.raises(EvalError, match=r"rows\.jsonl, line 2: field 'answer' must be a list"):
+        list(row_samples(byte_tokenizer, str(path), None, ["qa_1"], 9, True))
+    path.write_text(json.dumps(row | {"answer": []}))
+    with pytest.raises(EvalError, match=r"line 1: field 'answer' must be a list of texts, got \[\]"):
         list(row_samples(byte_tokenizer, str(path), None, ["qa_1"], 9, True))
     path.write_text(json.dumps(row | {"task": "vtt"}))
     with pytest.raises(EvalError, match=r"rows\.jsonl, line 1: unknown task 'vtt'; there are niah_single_1"):

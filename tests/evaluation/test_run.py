@@ -91,7 +91,7 @@ def prefill(model, sample):
     cache = prefill_cache()
     ids = torch.tensor([sample.input_ids])
     model(ids, **{CACHE: cache})
-    return Prefill(cache, torch.ones_like(ids), model.config)
+    return Prefill(cache, model.config)
 
 
 def test_answers_are_those_of_generate_and_kl_is_that_of_full_tokens(tiny):
@@ -137,6 +137,7 @@ def test_a_padded_batch_gives_the_answers_of_single_prompts(tiny):
         for name in ("full", "lossless", "default"):
             assert together[name][row].tokens == alone[name][0].tokens
             # In a batch the last bits differ, and with them what is rounded up or down.
+            assert together[name][row].bytes == pytest.approx(alone[name][0].bytes, rel=0.05)
             expected = alone[name][0].kl
             assert together[name][row].kl == (expected and pytest.approx(expected, rel=0.02, abs=1e-6))
 
@@ -160,6 +161,16 @@ def test_quest_chooses_the_pages_that_its_bounds_say(tiny):
     cache.layers[2].update(torch.randn(1, 2, 8, 32), torch.randn(1, 2, 8, 32))
     assert torch.equal(cache.layers[2].bounds[0, :, :, -1], cache.layers[2].keys[:, :, 592:608].amin(2))
     assert held_bytes(cache) > 1.06 * held_bytes(raw.cache.to_dynamic_cache())
+
+
+def test_quest_takes_a_tenth_of_each_row(tiny):
+    bounds = torch.randn(2, 2, 2, 40, 32)
+    mask = torch.ones(2, 1, 1, 650, dtype=torch.bool)
+    mask[1, ..., :400] = False
+    chosen = chosen_tokens(torch.randn(2, 4, 1, 32), bounds, 650, mask)
+    # Pages of 650 and of 250 tokens, and the ten tokens that fill no page yet.
+    assert (chosen.sum(-1) == torch.tensor([5, 2])[:, None, None] * PAGE_SIZE + 10).all()
+    assert not chosen[1, ..., :400].any()
 
 
 def test_quest_decodes_with_the_chosen_pages_only(tiny):
@@ -297,6 +308,9 @@ def test_unknown_methods_and_configs(tmp_path, tiny):
     with pytest.raises(EvalError, match=r"mine\.json is not a MosaicKVConfig: .*key_stepp"):
         make_methods([str(path)])
     path.write_text(MosaicKVConfig(key_step=0.9).to_json())
+    (tmp_path / "full.json").write_text(path.read_text())
+    with pytest.raises(EvalError, match=r"full\.json would be named 'full', as another method is"):
+        make_methods(["full", str(tmp_path / "full.json")])
     (sample,) = prompts(1)
     cache = make_methods([str(path)])["mine"](prefill(tiny, sample))
     assert cache.compression.key_step == 0.9
@@ -309,13 +323,20 @@ def record(name, task, length, full, other):
 
 
 def test_averages_weigh_tasks_alike_and_intervals_are_paired():
-    records = [record(f"a{i}", "a", 1, 1.0, 0.5) for i in range(9)] + [record("b", "b", 1, 0.5, 0.5)]
+    records = [record(f"a{i}", "a", 1, 1.0, 0.5) for i in range(8)] + [
+        record(f"b{i}", "b", 1, 0.5, 0.5) for i in (1, 2)
+    ]
     results = summarize(records, ["full", "other"], {})["methods"]
     assert results["full"]["average"] == pytest.approx(75) and results["other"]["average"] == pytest.approx(50)
     # Every sample of task a loses the same, so resampling changes nothing.
     assert results["other"]["loss"]["points_interval_95"] == pytest.approx([25, 25])
     assert results["other"]["ratio"] == pytest.approx(5) and results["other"]["bytes_per_token"] == 2
     assert results["other"]["kl"] == pytest.approx(0.5)
+    assert results["other"]["loss"]["percent_interval_95"] == pytest.approx([100 / 3, 100 / 3])
+    assert results["other"]["ahead_of"]["full"]["points"] == pytest.approx(-25)
+    # One sample says nothing of the spread.
+    alone = summarize(records[:9], ["full", "other"], {})["methods"]["other"]["loss"]
+    assert alone["points"] == pytest.approx(25) and alone["points_interval_95"] is None
     mixed = [record(f"a{i}", "a", 1, 1.0, i % 2) for i in range(100)]
     low, high = summarize(mixed, ["full", "other"], {})["methods"]["other"]["loss"]["points_interval_95"]
     # Half of 100 lose: the mean's standard error is 5 points.
@@ -330,6 +351,7 @@ def test_report(tmp_path, monkeypatch):
         "seed": 1,
         "commit": "c",
         "versions": {"torch": "2"},
+        "device": "cpu",
         "machine": {"cpu": "x"},
     }
     (tmp_path / "run").mkdir()
@@ -337,7 +359,7 @@ def test_report(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     report.main()
     text = (tmp_path / "out/report.md").read_text()
-    assert "| other | 50.00 | 50.00 (50.00 to 50.00) | 0.5000 | 2 | 5.00 |" in text
+    assert "| other | 50.00 | 50.00 | 0.5000 | 2 | 5.00 |" in text
     for plot in ("bytes", "lengths", "tasks"):
         assert f"(run-{plot}.svg)" in text and "<svg" in (tmp_path / f"out/run-{plot}.svg").read_text()
 
