@@ -119,11 +119,15 @@ def bytes_per_token(cache: Cache, mask: torch.Tensor) -> float:
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of all tensors that a cache holds. Other caches than ours are given that a float32 model's K and V would
-    be bf16 in use: their float32 elements count two bytes."""
+    """Bytes of all tensors that a cache holds.
+
+    Other caches than ours are given that a float32 model's K and V would be bf16 in use: their float32 elements count
+    two bytes. ThinK's `_expanded` repeats what it holds.
+    """
     if isinstance(cache, MosaicKVCache):
         return cache.stats().bytes
-    tensors = {id(tensor): tensor for layer in cache.layers for tensor in _tensors(vars(layer))}
+    held = [{k: v for k, v in vars(layer).items() if k != "_expanded"} for layer in cache.layers]
+    tensors = {id(tensor): tensor for tensor in _tensors(held)}
     return sum(t.numel() * (2 if t.dtype == torch.float32 else t.itemsize) for t in tensors.values())
 
 

@@ -20,7 +20,7 @@ ATTENTION = "eval-quest"
 
 
 class QuestLayer(DynamicLayer):
-    """K and V as bf16, with the bounds of each full page of keys; attends densely in the first layers."""
+    """K and V with the precision of bf16, and the bounds of each full page of keys; the first layers are dense."""
 
     def __init__(self, index: int):
         super().__init__()
@@ -28,13 +28,12 @@ class QuestLayer(DynamicLayer):
         self.bounds: torch.Tensor | None = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        dtype = key_states.dtype
-        keys, values = super().update(key_states.bfloat16(), value_states.bfloat16(), *args, **kwargs)
+        rounded = (states.bfloat16().to(states.dtype) for states in (key_states, value_states))
+        keys, values = super().update(*rounded, *args, **kwargs)
         self._add_pages(keys)
-        keys = keys.to(dtype)
         if not self.dense and key_states.shape[2] == 1:
             keys.page_bounds = self.bounds  # reaches `attend`, which is given this very tensor
-        return keys, values.to(dtype)
+        return keys, values
 
     def _add_pages(self, keys: torch.Tensor) -> None:
         known = 0 if self.bounds is None else self.bounds.shape[3]
@@ -77,7 +76,7 @@ def chosen_tokens(
         mask: bool, broadcastable to the result; a page with no visible token is not chosen.
     """
     group = query.shape[1] // bounds.shape[2]
-    least, greatest = bounds.to(query.dtype).repeat_interleave(group, dim=2)
+    least, greatest = bounds.repeat_interleave(group, dim=2)
     scores = torch.maximum(query * least, query * greatest).sum(-1)  # [batch, num_heads, pages]
     if mask is not None:
         visible = mask[..., : scores.shape[-1] * PAGE_SIZE].unflatten(-1, (-1, PAGE_SIZE)).any(-1)

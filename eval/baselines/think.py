@@ -14,7 +14,7 @@ QUERY_WINDOW = 32
 
 
 class ThinkLayer(DynamicLayer):
-    """K without the dropped channels, as bf16. Returned K has zeros there, which changes no product."""
+    """K without the dropped channels, with the precision of bf16. Returned K has zeros there: no product changes."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor):
         """
@@ -23,22 +23,22 @@ class ThinkLayer(DynamicLayer):
             queries: `[batch, num_kv_heads, group, n, head_dim]`, the prompt's newest.
         """
         super().__init__()
+        keys, values = (states.bfloat16().to(states.dtype) for states in (keys, values))
+        old, self.old_values = keys[:, :, :-RECENT_TOKENS], values[:, :, :-RECENT_TOKENS].clone()
         count = round(keys.shape[-1] * CHANNEL_RATIO)
-        old, recent = keys[:, :, :-RECENT_TOKENS], keys[:, :, -RECENT_TOKENS:]
         norms = queries.float().square().sum((2, 3)).sqrt() * keys.float().square().sum(2).sqrt()
         best = norms.topk(count, dim=-1).indices
         self.kept = torch.zeros(norms.shape, dtype=torch.bool, device=keys.device).scatter_(-1, best, True)
-        shape = (*old.shape[:3], count)
-        self.pruned = old[self.kept[:, :, None].expand_as(old)].view(shape).bfloat16()
-        super().update(recent.bfloat16(), values[:, :, -RECENT_TOKENS:].bfloat16())
-        self.old_values = values[:, :, :-RECENT_TOKENS].bfloat16()
+        kept = self.kept[:, :, None].expand_as(old)
+        self.pruned = old[kept].view(*old.shape[:3], count)
+        # What a kernel would read from `pruned`; made once, since the model's attention takes whole keys.
+        self._expanded = torch.zeros_like(old).masked_scatter_(kept, self.pruned)
+        super().update(keys[:, :, -RECENT_TOKENS:].clone(), values[:, :, -RECENT_TOKENS:].clone())
 
     def update(self, key_states, value_states, *args, **kwargs):
-        keys, values = super().update(key_states.bfloat16(), value_states.bfloat16(), *args, **kwargs)
-        old = self.pruned.new_zeros(*self.pruned.shape[:3], self.kept.shape[-1])
-        old[self.kept[:, :, None].expand_as(old)] = self.pruned.flatten()
-        dtype = key_states.dtype
-        return torch.cat([old, keys], dim=2).to(dtype), torch.cat([self.old_values, values], dim=2).to(dtype)
+        rounded = (states.bfloat16().to(states.dtype) for states in (key_states, value_states))
+        keys, values = super().update(*rounded, *args, **kwargs)
+        return torch.cat([self._expanded, keys], dim=2), torch.cat([self.old_values, values], dim=2)
 
     def get_seq_length(self) -> int:
         return self.pruned.shape[2] + super().get_seq_length()
