@@ -12,7 +12,7 @@ turns, so that a busy moment of the machine meets all of them; times are medians
 - mosaickv: the package's attention to packed tokens, sinks and buffer.
 
 "of limit" is the least time that the bytes would take at copy bandwidth or the multiply-adds at the rate of a large
-matrix product, whichever is longer, as a share of the measured time.
+matrix product, whichever is longer, as a share of the measured time; "limit" says which, for a stage of ours as well.
 """
 
 import argparse
@@ -44,6 +44,9 @@ GEOMETRIES = {"llama-3.1-8b": (32, 8, 128), "qwen3-4b": (32, 8, 128), "smollm2-1
 """Query heads, KV heads, head_dim."""
 
 GROWTH_CONTEXTS = (65536, 131072, 262144)
+
+Cost = dict[str, tuple[int, int]]
+"""Bytes read and multiply-adds of a step, by stage."""
 
 _STAGES = ("score", "top_k", "attend")
 _STAGE_OF_PHASE = {"prepare": "score", "score": "score", "select": "top_k", "attend": "attend", "merge": "attend"}
@@ -89,26 +92,20 @@ def compare(args: argparse.Namespace) -> dict:
     group = query_heads // heads
     query = make_query(args, group)
 
-    dense_bytes = keys.nbytes + values.nbytes
-    dense_work = 2 * query.numel() * args.context
-    ours_bytes, ours_work = (args.batch * x for x in packed_cost(sequences[0], config, group))
+    dense = {"attend": (keys.nbytes + values.nbytes, 2 * query.numel() * args.context)}
     methods = {
-        "transformers_sdpa": (transformers_sdpa(query, keys, values), dense_bytes, dense_work),
-        "best_sdpa": (best_sdpa(query, keys, values), dense_bytes, dense_work),
-        "sequence_only": (sequence_only(query, pages), sum(pages.bytes_read()), pages.multiply_adds(group)),
-        "mosaickv": (mosaickv(query, sequences, config), ours_bytes, ours_work),
+        "transformers_sdpa": (transformers_sdpa(query, keys, values), dense),
+        "best_sdpa": (best_sdpa(query, keys, values), dense),
+        "sequence_only": (sequence_only(query, pages), pages.cost(group)),
+        "mosaickv": (mosaickv(query, sequences, config), packed_cost(sequences, config, group)),
     }
     limits = Limits()
-    times = interleave({name: step for name, (step, _, _) in methods.items()}, args.rounds, limits.measure)
+    times = interleave({name: step for name, (step, _) in methods.items()}, args.rounds, limits.measure)
 
     rows = {}
     ours = times["mosaickv"]["total"]
-    for name, (_, num_bytes, work) in methods.items():
-        rows[name] = {
-            **{f"{stage}_ms": 1e3 * seconds for stage, seconds in times[name].items()},
-            "speedup_of_mosaickv": times[name]["total"] / ours,
-            **limits.judge(times[name]["total"], num_bytes, work),
-        }
+    for name, (_, cost) in methods.items():
+        rows[name] = {"speedup_of_mosaickv": times[name]["total"] / ours, **judged(times[name], cost, limits)}
     print(
         f"{args.geometry}, {args.context:,} tokens, batch {args.batch}, preset {args.preset}: "
         f"{attended:,} tokens selected, packed in {built:.1f} s"
@@ -143,16 +140,10 @@ def measure_growth(args: argparse.Namespace) -> dict:
             sequences.append(packed_sequence(keys[0], values[0], config))
             del keys, values
         steps[context] = mosaickv(query, sequences, config)
-        costs[context] = [args.batch * x for x in packed_cost(sequences[0], config, query_heads // heads)]
+        costs[context] = packed_cost(sequences, config, query_heads // heads)
     limits = Limits()
     times = interleave(steps, args.rounds, limits.measure)
-    rows = {
-        str(context): {
-            **{f"{stage}_ms": 1e3 * seconds for stage, seconds in times[context].items()},
-            **limits.judge(times[context]["total"], *costs[context]),
-        }
-        for context in contexts
-    }
+    rows = {str(context): judged(times[context], costs[context], limits) for context in contexts}
     growth = times[contexts[-1]]["total"] / times[contexts[0]]["total"]
     print(f"{args.geometry}, batch {args.batch}, preset {args.preset}, {args.attended:,} tokens selected")
     print_table(rows, limits)
@@ -164,6 +155,16 @@ def measure_growth(args: argparse.Namespace) -> dict:
         "growth": growth,
         **limits.to_dict(),
         "by_context": rows,
+    }
+
+
+def judged(times: Times, cost: Cost, limits: Limits) -> dict:
+    """A row of the result: milliseconds by stage, and how far all of it and each stage are from the machine's limits."""
+    whole = tuple(map(sum, zip(*cost.values())))
+    return {
+        **{f"{stage}_ms": 1e3 * seconds for stage, seconds in times.items()},
+        **limits.judge(times["total"], *whole),
+        "stages": {stage: limits.judge(times[stage], *of_stage) for stage, of_stage in cost.items() if stage in times},
     }
 
 
@@ -294,26 +295,29 @@ def attended_tokens(sequence: SequenceStore, config: MosaicKVConfig) -> int:
     return num_chosen_blocks(sequence.packed_length, blocks, config) * config.block_size
 
 
-def packed_cost(sequence: SequenceStore, config: MosaicKVConfig, group: int) -> tuple[int, int]:
-    """Bytes read and multiply-adds of a step over one sequence with `group` query heads for each KV head.
+def packed_cost(sequences: list[SequenceStore], config: MosaicKVConfig, group: int) -> Cost:
+    """Cost of a step over sequences like the first one, with `group` query heads for each KV head.
 
     Kept elements count at their mean over the sequence, and once expanded: a multiply-add for each channel.
     """
+    sequence = sequences[0]
     buffer_keys, buffer_values = sequence.buffer.states()
     raw = [buffer_keys, buffer_values, *(sequence.sinks or ())]
     heads, _, key_dim = buffer_keys.shape
     value_dim = buffer_values.shape[2]
     share = attended_tokens(sequence, config) / sequence.packed_length
+    score_bytes = score_work = scores = 0
     num_bytes = sum(states.nbytes for states in raw)
     work = sum(states.numel() for states in raw) * group
     bases = set()
     for segment in sequence.segments:
         if share < 1:
-            num_bytes += index_bytes(segment)
+            score_bytes += index_bytes(segment)
             channels = segment.keys.num_dense * segment.block_size
             if segment.block_means is not None:
                 channels = segment.block_means.shape[2]
-            work += heads * group * segment.num_blocks * channels
+            score_work += heads * group * segment.num_blocks * channels
+            scores += heads * group * segment.num_blocks
         num_bytes += round(share * (row_bytes(segment.keys) + row_bytes(segment.values)))
         work += round(share * heads * group * segment.length * (key_dim + value_dim))
         bases |= {segment.keys.basis, segment.values.basis}
@@ -321,7 +325,9 @@ def packed_cost(sequence: SequenceStore, config: MosaicKVConfig, group: int) -> 
         if basis.rotation is not None:
             num_bytes += basis.rotation.nbytes
             work += group * basis.rotation.numel()
-    return num_bytes, work
+    # Choosing reads every score twice at least: for the softmax's normalizer, and to compare.
+    cost = {"score": (score_bytes, score_work), "top_k": (8 * scores, scores), "attend": (num_bytes, work)}
+    return {stage: tuple(len(sequences) * x for x in of_stage) for stage, of_stage in cost.items()}
 
 
 def index_bytes(segment) -> int:
@@ -345,11 +351,17 @@ def print_table(rows: dict[str, dict], limits: Limits) -> None:
     for name, row in rows.items():
         stages = "".join(f"{row[f'{stage}_ms']:>9.3f}" if f"{stage}_ms" in row else f"{'':>9}" for stage in _STAGES)
         speedup = f"{row['speedup_of_mosaickv']:.2f}x" if "speedup_of_mosaickv" in row else ""
-        print(
-            f"{name:<18}{stages}{row['total_ms']:>10.3f}{speedup:>10}{row['bytes_read'] / 1e6:>10.1f}"
-            f"{row['share_of_bandwidth']:>11.0%}{row['limit']:>15}{row['share_of_limit']:>10.0%}"
-        )
+        print(f"{name:<18}{stages}{row['total_ms']:>10.3f}{speedup:>10}{_limits_columns(row)}")
+    for stage, of_stage in row["stages"].items():  # of the last row, which is ours
+        print(f"{'  ' + stage:<18}{'':>47}{_limits_columns(of_stage)}")
     print(f"\ncopy {limits.bandwidth / 1e9:.1f} GB/s, {limits.rate / 1e9:.0f} billion multiply-adds a second")
+
+
+def _limits_columns(row: dict) -> str:
+    return (
+        f"{row['bytes_read'] / 1e6:>10.1f}{row['share_of_bandwidth']:>11.0%}{row['limit']:>15}"
+        f"{row['share_of_limit']:>10.0%}"
+    )
 
 
 if __name__ == "__main__":

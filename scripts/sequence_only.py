@@ -135,13 +135,14 @@ class SequenceOnly:
         self.select()
         return self.attend()
 
-    def bytes_read(self) -> tuple[int, int]:
-        """Bytes that scoring and attending read of K, V and their bounds in a step."""
-        return self.bounds.nbytes, 2 * self.heads * self.count * PAGE * self.dim * 4
-
-    def multiply_adds(self, group: int) -> int:
-        """Multiply-adds of a step with `group` query heads for each KV head."""
-        return 2 * self.heads * group * self.dim * (self.num_pages + self.count * PAGE)
+    def cost(self, group: int) -> dict[str, tuple[int, int]]:
+        """Bytes read and multiply-adds of a step, by stage, with `group` query heads for each KV head."""
+        rows, scores = self.count * PAGE, self.heads * group * self.num_pages
+        return {
+            "score": (self.bounds.nbytes, 2 * scores * self.dim),
+            "top_k": (8 * scores, scores),
+            "attend": (2 * self.heads * rows * self.dim * 4, 2 * self.heads * group * self.dim * rows),
+        }
 
 
 @njit(forceinline=True)
