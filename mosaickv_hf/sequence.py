@@ -4,13 +4,9 @@ import dataclasses
 
 import torch
 
-from .compression import Moments, adapt_steps, compress, fit_bases
+from .compression import Moments, States, adapt_steps, compress, fit_bases
 from .config import MosaicKVConfig
 from .segments import PackedSegment
-
-States = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, `[num_kv_heads, n, head_dim]` each (their head_dims may differ)."""
-
 
 # Tokens of room that a full buffer gets: few, since their bytes count, yet enough that most appends copy nothing.
 _ROOM = 16

@@ -159,7 +159,7 @@ def measure_growth(args: argparse.Namespace) -> dict:
 
 
 def judged(times: Times, cost: Cost, limits: Limits) -> dict:
-    """A row of the result: milliseconds by stage, and how far all of it and each stage are from the machine's limits."""
+    """A row of the result: milliseconds by stage, and how far all and each stage are from the machine's limits."""
     whole = tuple(map(sum, zip(*cost.values())))
     return {
         **{f"{stage}_ms": 1e3 * seconds for stage, seconds in times.items()},

@@ -3,6 +3,6 @@
 from .compressor import compress, fit_bases
 from .packing import pack, unpack_blocks, unpack_dense
 from .rotation import Moments
-from .strategy import adapt_steps
+from .strategy import States, adapt_steps
 
-__all__ = ["Moments", "adapt_steps", "compress", "fit_bases", "pack", "unpack_blocks", "unpack_dense"]
+__all__ = ["Moments", "States", "adapt_steps", "compress", "fit_bases", "pack", "unpack_blocks", "unpack_dense"]

@@ -18,6 +18,7 @@ _COARSEST, _FINEST = 4.0, {8: 0.1, 4: 0.4, 2: 0.4}
 _EIGHT_BITS_FROM = 0.2
 
 States = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, `[num_kv_heads, n, head_dim]` each (their head_dims may differ)."""
 
 
 def adapt_steps(
