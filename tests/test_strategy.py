@@ -75,11 +75,11 @@ def test_the_head_that_looks_tokens_up_gets_the_finer_step():
     for basis, fitted in zip(adapted, bases):
         factors = basis.step / fitted.step
         assert factors[0] < factors[1]
-        assert ((factors > 0.099) & (factors < 2.501)).all()
+        assert ((factors > 0.099) & (factors < 4.001)).all()
     met = output_errors(adapted, queries, before, packed, after)
     for error, basis, fitted in zip(met, adapted, bases):
         factors = basis.step / fitted.step
-        free = (factors > 0.101) & (factors < 2.499)
+        free = (factors > 0.101) & (factors < 3.999)
         torch.testing.assert_close(error[free], torch.full_like(error[free], 1e-4), rtol=1e-4, atol=0)
 
 
@@ -121,7 +121,7 @@ def test_a_prompt_is_packed_as_its_queries_ask(llama, length):
         packed[name] = steps(cache)
         assert all(layer.queries is None for layer in cache.layers)  # they have served
     factors = packed["seen"] / packed["not"]
-    assert (factors != 1).any() and ((factors > 0.099) & (factors < 2.501)).all()
+    assert (factors != 1).any() and ((factors > 0.099) & (factors < 4.001)).all()
 
 
 def test_one_raw_prefill_serves_several_configs(llama):
