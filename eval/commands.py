@@ -3,7 +3,7 @@
 import argparse
 import datetime
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -19,13 +19,15 @@ from .runner import run
 from .samples import Sample
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, tasks: Iterable[str]) -> None:
+    """Adds the arguments of both benchmarks; `tasks` are the names that there are."""
     parser.add_argument("--model", required=True, help="a model folder or Hub id")
     parser.add_argument(
         "--methods",
         default="full,default",
         help=f"by comma, of {', '.join(NAMES)}, or .json files of a MosaicKVConfig (default: full,default)",
     )
+    parser.add_argument("--tasks", default="all", help=f"by comma, of {', '.join(tasks)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an interrupted one goes on there")
     parser.add_argument(
         "--batch-size", type=positive, default=1, help="prompts decoded together, left-padded (default 1)"

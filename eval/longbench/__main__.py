@@ -14,8 +14,7 @@ from .tasks import BY_LENGTH, TASKS
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m eval.longbench", description=__doc__)
-    add_arguments(result)
-    result.add_argument("--tasks", default="all", help=f"by comma, of {', '.join(TASKS)} (default: all)")
+    add_arguments(result, TASKS)
     result.add_argument(
         "--data",
         default="Xnhyacinth/LongBench",

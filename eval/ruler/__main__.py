@@ -14,8 +14,7 @@ from .tasks import NAMES, Sources, make_samples
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m eval.ruler", description=__doc__)
-    add_arguments(result)
-    result.add_argument("--tasks", default="all", help=f"by comma, of {', '.join(NAMES)} (default: all)")
+    add_arguments(result, NAMES)
     result.add_argument(
         "--lengths", type=lengths, default="4096", help="tokens of prompt and answer, by comma (default 4096)"
     )
