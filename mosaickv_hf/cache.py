@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .config import MosaicKVConfig
 from .layer import MosaicKVLayer
+from .reorganizer import Reorganizer
 from .stats import CacheStats, collect
 
 
@@ -43,13 +44,14 @@ class MosaicKVCache(Cache):
         if not isinstance(compression, MosaicKVConfig):
             compression = MosaicKVConfig.preset("default" if compression is None else compression)
         self.compression = compression
+        self._reorganizer = Reorganizer(compression.reorganizer_threads, compression.reorganize == "async")
         if config is None:
-            super().__init__(layer_class_to_replicate=self._next_layer)
+            super().__init__(layer_class_to_replicate=_LayerFactory(compression, self._reorganizer))
         else:
             layers = DynamicCache(config=config).layers
             super().__init__(
                 layers=[
-                    MosaicKVLayer(compression, i) if type(layer) is DynamicLayer else layer
+                    MosaicKVLayer(compression, i, self._reorganizer) if type(layer) is DynamicLayer else layer
                     for i, layer in enumerate(layers)
                 ]
             )
@@ -88,7 +90,7 @@ class MosaicKVCache(Cache):
                     raise ValueError(f"`cache` must be a DynamicCache, got a {type(layer).__name__} as layer {i}")
                 layers.append(copy.deepcopy(layer))
                 continue
-            layers.append(MosaicKVLayer(result.compression, i))
+            layers.append(MosaicKVLayer(result.compression, i, result._reorganizer))
             if layer.get_seq_length():
                 layers[-1].fill(*_raw_states(layer, attention_mask))
         result.layers = layers
@@ -118,13 +120,21 @@ class MosaicKVCache(Cache):
 
     def stats(self) -> CacheStats:
         """What the cache holds now: tokens, measured bytes by kind, segments, dense materializations."""
-        return collect(self.layers)
-
-    def _next_layer(self) -> MosaicKVLayer:
-        return MosaicKVLayer(self.compression, len(self.layers))
+        return collect(self.layers, self._reorganizer)
 
     def _mosaic_layers(self) -> list[MosaicKVLayer]:
         return [layer for layer in self.layers if isinstance(layer, MosaicKVLayer)]
+
+
+class _LayerFactory:
+    """Makes the layers of a cache one by one. It knows no cache: in a cycle a dropped one would keep its thread."""
+
+    def __init__(self, compression: MosaicKVConfig, reorganizer: Reorganizer):
+        self._compression, self._reorganizer, self._made = compression, reorganizer, 0
+
+    def __call__(self) -> MosaicKVLayer:
+        self._made += 1
+        return MosaicKVLayer(self._compression, self._made - 1, self._reorganizer)
 
 
 def _raw_states(layer: MosaicKVLayer | DynamicLayer, attention_mask: torch.Tensor | None) -> tuple:

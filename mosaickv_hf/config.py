@@ -9,6 +9,7 @@ _SELECTIONS = ("top_r", "threshold")
 _INDEXES = ("principal", "mean")
 _BACKENDS = ("auto", "numba", "torch")
 _BITS = ("native", 16, 8, 4, 2)
+_MODES = ("async", "sync", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,15 @@ class MosaicKVConfig:
         min_segment_length (`int`): a segment shorter than this borrows the rotation of the one before it, if there
             is one; a prompt that arrives in chunks is collected raw until it has this many.
         min_length (`int`): sequences shorter than this stay raw.
+        reorganize (`str`): what becomes of the segments that generated tokens make. They are packed with the bases of
+            the segment before and kept raw until theirs closes; then it is packed anew if that pays. `"async"` does
+            so in a background thread, `"sync"` in place with the same results, `"off"` not at all.
+        reorganizer_threads (`int`): threads that the work in the background may take.
+        reorganize_lag (`int`): tokens from the closing of a segment until its new form takes its place.
+        open_segment_length (`int`): tokens at which a segment of generated tokens closes: the most that are kept raw
+            beside it, a multiple of `buffer_tokens`.
+        segment_loss (`float`): it closes earlier once the loss of packing its newest tokens, as squared error to
+            energy, exceeds that of its first ones by this factor.
         backend (`str`): `"auto"` takes the compiled kernels of the device where there are some, `"numba"` insists on
             them on CPU, `"torch"` is the plain implementation that they are tested against.
 
@@ -97,6 +107,11 @@ class MosaicKVConfig:
     segment_length: int = 65536
     min_segment_length: int = 4096
     min_length: int = 512
+    reorganize: str = "async"
+    reorganizer_threads: int = 1
+    reorganize_lag: int = 64
+    open_segment_length: int = 512
+    segment_loss: float = 1.5
     backend: str = "auto"
 
     def __post_init__(self):
@@ -106,11 +121,20 @@ class MosaicKVConfig:
         _one_of(self, "key_bits", _BITS)
         _one_of(self, "value_bits", _BITS)
         _one_of(self, "raw_bits", ("native", 16))
+        _one_of(self, "reorganize", _MODES)
         for name in ("key_channel_ratio", "value_channel_ratio", "token_ratio", "dead_zone"):
             _number(self, name, "a number in (0, 1]", lambda x: 0 < x <= 1)
-        for name in ("key_step", "value_step", "key_loss", "value_loss"):
+        for name in ("key_step", "value_step", "key_loss", "value_loss", "segment_loss"):
             _number(self, name, "a number > 0", lambda x: x > 0)
-        for name in ("group_size", "query_window", "block_size", "buffer_tokens", "index_channels"):
+        for name in (
+            "group_size",
+            "query_window",
+            "block_size",
+            "buffer_tokens",
+            "index_channels",
+            "reorganizer_threads",
+            "open_segment_length",
+        ):
             _integer(self, name, 1)
         for name in (
             "key_int8_channels",
@@ -123,6 +147,7 @@ class MosaicKVConfig:
             "segment_length",
             "min_segment_length",
             "min_length",
+            "reorganize_lag",
         ):
             _integer(self, name, 0)
         for name in ("rotate", "adapt_steps"):
@@ -229,8 +254,9 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "raw_bits": "native",
         "rotate": False,
         "token_ratio": 1.0,
+        "reorganize": "off",
     },
-    "raw": {"raw_bits": "native", "min_length": 1 << 62},
+    "raw": {"raw_bits": "native", "min_length": 1 << 62, "reorganize": "off"},
 }
 
 

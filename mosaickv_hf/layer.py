@@ -9,6 +9,7 @@ from .attention.dispatch import attend
 from .attention.handle import Handle
 from .compression import unpack_blocks
 from .config import MosaicKVConfig
+from .reorganizer import Reorganizer
 from .sequence import SequenceStore
 
 
@@ -32,7 +33,9 @@ class MosaicKVLayer(CacheLayerMixin):
         rows: one `SequenceStore` per batch row. Rows with the same past share its segments.
         starts: per row, the position of its first real token; None while it has none.
         queries: `[batch_size, num_kv_heads, group, query_window, head_dim]`, the newest queries, multiplied by the
-            softmax scale, until every row has packed tokens; None if there are none.
+            softmax scale; None if there are none, or if they serve nothing any more.
+        reorganizer: does the work on closed segments; shared by the layers of a cache.
+        swaps: segments that the reorganizer has replaced.
         materializations: times that a stored K or V was expanded to a dense tensor for an operation we do not know.
     """
 
@@ -40,15 +43,18 @@ class MosaicKVLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, config: MosaicKVConfig, index: int = 0):
+    def __init__(self, config: MosaicKVConfig, index: int = 0, reorganizer: Reorganizer | None = None):
         super().__init__()
         self.config = config
+        background = config.reorganize == "async"
+        self.reorganizer = reorganizer or Reorganizer(config.reorganizer_threads, background)
         self.index = index
         # Layers take turns at packing what is generated, so that no single decode step packs all of them.
         self._phase = index * config.block_size % config.buffer_tokens
         self.rows: list[SequenceStore] = []
         self.starts: list[int | None] = []
         self.materializations = 0
+        self.swaps = 0
         self._stored_length = 0
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.queries: torch.Tensor | None = None
@@ -82,6 +88,7 @@ class MosaicKVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.settle()
+        self.swaps += len({new for sequence in self.rows for new in sequence.swap(self.reorganizer)})
         n = key_states.shape[2]
         # A long chunk may be followed by more of the prompt; a short one is a decode step or draft tokens.
         self._pack_ripe(prompt=n > self.config.recent_window)
@@ -221,7 +228,7 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens, and what the first ones settled: batch size, heads, dtype, device."""
-        self.__init__(self.config, self.index)
+        self.__init__(self.config, self.index, self.reorganizer)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -273,8 +280,7 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def _observe(self, grouped: torch.Tensor, scale: float) -> None:
         """Keeps the newest queries while they may serve a segment; `[batch_size, num_kv_heads, group, n, head_dim]`."""
-        more_to_pack = grouped.shape[3] > self.config.recent_window or not all(row.segments for row in self.rows)
-        if more_to_pack and self.config.adapts_steps:
+        if self._wants_queries(prompt=grouped.shape[3] > self.config.recent_window):
             newest = (grouped[..., -self.config.query_window :, :] * scale).to(self._raw_dtype)
             if self.queries is not None:
                 newest = torch.cat([self.queries, newest], dim=3)[..., -self.config.query_window :, :]
@@ -298,11 +304,17 @@ class MosaicKVLayer(CacheLayerMixin):
             for row, *twins in families:
                 first = self.rows[row]
                 queries = None if self.queries is None else self.queries[row]
-                first.pack(first.ripe(self.config, prompt, self._phase), self.config, queries)
+                first.pack(first.ripe(self.config, prompt, self._phase), self.config, queries, self.reorganizer)
                 for twin in twins:
                     self.rows[twin].follow(first)
-        if all(sequence.segments for sequence in self.rows):
+        if not self._wants_queries(prompt=False):
             self.queries = None
+
+    def _wants_queries(self, prompt: bool) -> bool:
+        """Whether segments to come are packed as queries ask; `prompt` tells whether more of one may come."""
+        if self.config.reorganize != "off":
+            return True
+        return self.config.adapts_steps and (prompt or not all(sequence.segments for sequence in self.rows))
 
     def _causal_mask(self, n: int) -> torch.Tensor:
         """bool `[1, 1, 1, n, length]` for the newest n tokens, where no mask came with them."""

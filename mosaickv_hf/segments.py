@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+INT8_MAX = 127
 INDEX_TILE = 8
 """Block keys of a mean index that lie side by side, channel by channel."""
 
@@ -20,29 +21,43 @@ class Basis:
     """What a segment's numbers are relative to; one for K and one for V, possibly shared by several segments.
 
     Attributes:
-        rotation: `[num_kv_heads, head_dim, head_dim]` fp16, columns are the principal channels, most energy first;
-            None where channels stay as they are. Rotating and folding into the query use these same fp16 numbers.
+        rotation: `[num_kv_heads, head_dim, head_dim]` int8, columns are the principal channels, most energy first;
+            None where channels stay as they are. Vectors are given in just these rounded channels, so that rounding
+            costs nothing but exact orthogonality.
+        rotation_scale: `[num_kv_heads, head_dim]` fp32, value of one unit of each column; None without a rotation.
         offset: `[num_kv_heads, num_dense]` fp32, value of a dense channel's zero: the channel's mean.
         scale: `[num_kv_heads, num_dense]` fp32, value of one unit of a dense channel.
         step: `[num_kv_heads]` fp32, value of one unit of the sparse channels; 1 for 16-bit and wider values.
+        bits: per KV head, bits of a kept element of the sparse channels: 2, 4 or 8, or 16 or more for all heads.
     """
 
     rotation: torch.Tensor | None
+    rotation_scale: torch.Tensor | None
     offset: torch.Tensor
     scale: torch.Tensor
     step: torch.Tensor
+    bits: tuple[int, ...]
+
+    def axes(self) -> torch.Tensor | None:
+        """`[num_kv_heads, head_dim, head_dim]` fp32, columns are the channels; None without a rotation."""
+        return None if self.rotation is None else self.rotation * self.rotation_scale[:, None]
 
     def rotate(self, states: torch.Tensor) -> torch.Tensor:
-        """`[num_kv_heads, n, head_dim]` fp32 from the model's channels to this basis'."""
-        return states if self.rotation is None else states @ self.rotation.to(states.dtype)
+        """`[num_kv_heads, n, head_dim]` fp32 vectors from the model's channels to this basis'."""
+        return states if self.rotation is None else states @ torch.linalg.inv(self.axes()).transpose(-1, -2)
+
+    def rotate_query(self, query: torch.Tensor) -> torch.Tensor:
+        """What a query is in this basis, so that its products with rotated vectors are those with the vectors."""
+        return query if self.rotation is None else query @ self.axes()
 
     def rotate_back(self, states: torch.Tensor) -> torch.Tensor:
         """The inverse of `rotate`."""
-        return states if self.rotation is None else states @ self.rotation.to(states.dtype).transpose(-1, -2)
+        return states if self.rotation is None else states @ self.axes().transpose(-1, -2)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor held."""
-        return (t for t in (self.rotation, self.offset, self.scale, self.step) if t is not None)
+        held = (self.rotation, self.rotation_scale, self.offset, self.scale, self.step)
+        return (t for t in held if t is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +70,7 @@ class PackedStates:
 
     The kept elements of a row are contiguous, in channel order, rows in order. A row starts at its block's offset
     plus the units of the rows before it in the block, which are the popcounts of their bitmaps times the group size
-    (4- and 2-bit rows are rounded up to whole bytes). So fixed-r and threshold rows are addressed alike.
+    (quantized rows are whole bytes). So fixed-r and threshold rows are addressed alike.
 
     Attributes:
         dense8: `[num_kv_heads, num_blocks, num_int8, block_size]` int8 u, worth `offset + u * scale`.
@@ -63,11 +78,10 @@ class PackedStates:
             high halves the others; u in 0..15 is worth `offset + (u - 7.5) * scale`.
         bitmap: `[num_kv_heads, num_blocks * block_size, ceil(num_sparse / group_size / 8)]` uint8, one bit per
             group of adjacent sparse channels, least significant bit first.
-        values: `[units]`; one element a unit in the dtypes int8, bf16, fp16, fp32; two (4 bits) or four (2 bits) a
-            unit in uint8, lowest bits first.
+        values: `[units]`; unquantized elements in their dtype, one a unit; codes of quantized ones in uint8, lowest
+            bits first, as many a unit as the head's bits allow.
         offsets: `[num_kv_heads, num_blocks]` int32, first unit of each block.
         basis: see `Basis`.
-        bits: 2, 4, 8, 16 or 32 per kept element.
         group_size: adjacent channels per bitmap bit.
         head_dim: channels, dense and sparse.
     """
@@ -78,7 +92,6 @@ class PackedStates:
     values: torch.Tensor
     offsets: torch.Tensor
     basis: Basis
-    bits: int
     group_size: int
     head_dim: int
 
@@ -151,14 +164,9 @@ class PackedSegment:
         """Blocks that hold a token that counts."""
         return -(-self.length // self.block_size)
 
-    def can_extend(self, keys: Basis, values: Basis) -> bool:
-        """Whether tokens packed with these bases can be appended."""
-        full = self.length == self.keys.num_blocks * self.block_size
-        return full and self.keys.basis is keys and self.values.basis is values
-
     @classmethod
     def join(cls, parts: "Sequence[PackedSegment]") -> "PackedSegment":
-        """All parts' tokens in order; see `can_extend`."""
+        """All parts' tokens in order; they have the same bases, and all but the last hold whole blocks that count."""
         means = scale = None
         if parts[0].block_means is not None:
             scale = torch.stack([part.mean_scale for part in parts]).amax(0)

@@ -1,11 +1,11 @@
 """One sequence's tokens in one layer: raw sinks | packed segments | raw buffer, oldest first."""
 
-import dataclasses
-
 import torch
 
-from .compression import Moments, States, adapt_steps, compress, fit_bases
+from .compression import Moments, Repack, States, adapt_steps, choose_bits, compress, fit_bases
 from .config import MosaicKVConfig
+from .open_segment import ClosedSegment, OpenSegment
+from .reorganizer import Reorganizer
 from .segments import PackedSegment
 
 # Tokens of room that a full buffer gets: few, since their bytes count, yet enough that most appends copy nothing.
@@ -77,12 +77,16 @@ class SequenceStore:
     Attributes:
         sinks: the first tokens, raw; None until the first segment is packed.
         segments: packed tokens, oldest first.
+        open: the last segment if generated tokens still join it; None otherwise.
+        closed: those of the segments that the reorganizer is at, oldest first.
         buffer: the newest tokens, raw.
     """
 
     def __init__(self):
         self.sinks: States | None = None
         self.segments: list[PackedSegment] = []
+        self.open: OpenSegment | None = None
+        self.closed: list[ClosedSegment] = []
         self.buffer = RawBuffer()
 
     @property
@@ -114,44 +118,86 @@ class SequenceStore:
             return waiting
         return max(0, waiting - (self.packed_length + waiting - phase) % config.buffer_tokens)
 
-    def pack(self, count: int, config: MosaicKVConfig, queries: torch.Tensor | None = None) -> None:
+    def pack(
+        self,
+        count: int,
+        config: MosaicKVConfig,
+        queries: torch.Tensor | None = None,
+        reorganizer: Reorganizer | None = None,
+    ) -> None:
         """Packs the buffer's oldest `count` tokens, behind the sinks, which are set aside first.
+
+        A prompt's tokens get bases of their own; generated ones, and a prompt's last few, borrow those before them
+        and join an open segment, which is packed again when it closes.
 
         Args:
             queries: `[num_kv_heads, group, n, head_dim]` of the newest tokens, multiplied by the softmax scale, to
                 measure with what loss each head can be packed; None if they have not been seen.
+            reorganizer: gets the segments that close; None leaves them as they are.
         """
         if self.sinks is None:
             self.sinks = tuple(states.clone() for states in self.buffer.take(config.sink_tokens))
         keys, values = self.buffer.take(count)
-        last = self.segments[-1] if self.segments else None
-        if last is None or count >= config.min_segment_length:
-            bases = fit_bases(_moments(keys), _moments(values), config)
-            if queries is not None and config.adapts_steps:
-                bases, config = adapt_steps(bases, queries, self.sinks, (keys, values), self.buffer.states(), config)
-        else:
-            bases = last.keys.basis, last.values.basis
+        if not self.segments or count >= config.min_segment_length:
+            bases = fit_bases(_moments(keys), _moments(values), config, keys.dtype)
             if config.adapts_steps:
-                config = dataclasses.replace(config, key_bits=last.keys.bits, value_bits=last.values.bits)
-        segment = compress(keys, values, bases, config)
-        # Tokens packed as they are generated join up, so that their segments stay few; never with a long prompt's,
-        # which would be copied over and over.
-        short = last is not None and last.length + count <= max(config.min_segment_length, config.buffer_tokens)
-        if short and last.can_extend(*bases):
-            self.segments[-1] = PackedSegment.join([last, segment])
+                if queries is not None:
+                    bases = adapt_steps(bases, queries, self.sinks, (keys, values), self.buffer.states(), config)
+                bases = choose_bits(bases, (keys, values), config)
+            self.open = None
+            self.segments.append(compress(keys, values, bases, config))
+            return
+        if self.open is None:
+            last = self.segments[-1]
+            self.open = OpenSegment((last.keys.basis, last.values.basis))
+        segment = compress(keys, values, self.open.bases, config)
+        # Tokens packed as they are generated join up, so that segments stay few.
+        if self.open.length:
+            self.segments[-1] = PackedSegment.join([self.segments[-1], segment])
         else:
             self.segments.append(segment)
+        self.open.add((keys, values), config)
+        if self.open.is_full(config):
+            if reorganizer is not None and self.open.raw:
+                work = Repack(tuple(self.open.raw), self.segments[-1], queries, config)
+                due = self.length + config.reorganize_lag
+                self.closed.append(ClosedSegment(self.segments[-1], reorganizer.submit(work), due))
+            self.open = None
+
+    def swap(self, reorganizer: Reorganizer) -> list[PackedSegment]:
+        """Puts what the reorganizer made of closed segments in their place, as far as it is due.
+
+        Returns:
+            the segments that are new.
+
+        Raises:
+            Exception: what making it raised; the segment then stays as it is packed.
+        """
+        new = []
+        while self.closed and self.length >= self.closed[0].due:
+            closed = self.closed.pop(0)
+            outcome = reorganizer.result(closed.ticket)
+            if outcome is not closed.provisional:
+                self.segments[self.segments.index(closed.provisional)] = outcome
+                new.append(outcome)
+        return new
 
     def crop(self, count: int) -> None:
-        """Removes the newest `count` tokens, at most `length`."""
+        """Removes the newest `count` tokens, at most `length`.
+
+        A segment that is shortened stays as it is packed: it is neither continued nor reorganized.
+        """
         from_buffer = min(count, self.buffer.length)
         self.buffer.crop(from_buffer)
         count -= from_buffer
+        if count:
+            self.open = None
         while count and self.segments:
             last = self.segments.pop()
             if last.length > count:
                 self.segments.append(last.crop(count))
             count -= min(count, last.length)
+        self.closed = [closed for closed in self.closed if closed.provisional in self.segments]
         if count and self.sinks is not None:
             # Fewer tokens than sinks are left: they go back to the buffer, as if no segment had ever been packed.
             self.buffer.append(*(states[:, : states.shape[1] - count] for states in self.sinks))
@@ -159,7 +205,8 @@ class SequenceStore:
 
     def equals(self, other: "SequenceStore") -> bool:
         """Whether both hold the same tokens, bit for bit, and share what is packed of them."""
-        same_past = self.sinks is other.sinks and self.segments == other.segments
+        same_past = self.sinks is other.sinks and self.segments == other.segments and self.closed == other.closed
+        same_past = same_past and (self.open is None) == (other.open is None)
         if not same_past or self.buffer.length != other.buffer.length:
             return False
         return all(torch.equal(ours, theirs) for ours, theirs in zip(self.buffer.states(), other.buffer.states()))
@@ -167,13 +214,18 @@ class SequenceStore:
     def follow(self, twin: "SequenceStore") -> None:
         """Packs as `twin` just did, which was equal before: shares its sinks and segments."""
         self.buffer.take(self.buffer.length - twin.buffer.length)
-        self.sinks, self.segments = twin.sinks, list(twin.segments)
+        self._share(twin)
 
     def copy(self) -> "SequenceStore":
         """A sequence that can go another way from here."""
         other = SequenceStore()
-        other.sinks, other.segments, other.buffer = self.sinks, list(self.segments), self.buffer.copy()
+        other.buffer = self.buffer.copy()
+        other._share(self)
         return other
+
+    def _share(self, other: "SequenceStore") -> None:
+        self.sinks, self.segments, self.closed = other.sinks, list(other.segments), list(other.closed)
+        self.open = None if other.open is None else other.open.copy()
 
 
 def _moments(states: torch.Tensor) -> Moments:

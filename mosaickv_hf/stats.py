@@ -8,8 +8,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .layer import MosaicKVLayer
+from .reorganizer import Reorganizer
 
-KINDS = ("values", "bitmaps", "rotations", "index", "raw")
+KINDS = ("values", "bitmaps", "rotations", "index", "raw", "open")
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,13 @@ class CacheStats:
     Attributes:
         tokens: logical length of the sequences, padding included.
         bytes_by_kind: bytes held by "values" (dense channels and kept elements), "bitmaps", "rotations" (with scales
-            and steps), "index" (block offsets and block means) and "raw" (sinks, buffers with their room to grow,
-            a prompt's newest queries, and Transformers' own layers). Memory that rows share counts once.
+            and steps), "index" (block offsets and block means), "raw" (sinks, buffers with their room to grow, the
+            newest queries, and Transformers' own layers) and "open" (generated tokens that are kept raw beside their
+            packed form until it is reorganized). Memory that rows share counts once.
         bytes_bf16: bytes of the same K and V, padding left out, as bf16 for every row, as `DynamicCache` holds them.
         segments: packed segments over all layers; shared ones count once.
+        swaps: segments that have been replaced by a reorganized form.
+        waits, wait_seconds: times that such a form was due and not ready, and how long that took, in seconds.
         dense_materializations: times that K or V was expanded for an operation the cache does not know.
     """
 
@@ -30,6 +34,9 @@ class CacheStats:
     bytes_by_kind: dict[str, int]
     bytes_bf16: int
     segments: int
+    swaps: int
+    waits: int
+    wait_seconds: float
     dense_materializations: int
 
     @property
@@ -42,19 +49,27 @@ class CacheStats:
         """`bytes_bf16 / bytes`; 0 when the cache is empty."""
         return self.bytes_bf16 / self.bytes if self.bytes else 0.0
 
+    @property
+    def ratio_without_open(self) -> float:
+        """`ratio` without the raw tokens of open segments, whose number does not grow with the context."""
+        held = self.bytes - self.bytes_by_kind["open"]
+        return self.bytes_bf16 / held if held else 0.0
+
     def __str__(self) -> str:
         lines = [f"{'tokens':<24}{self.tokens:>14,}", f"{'segments':<24}{self.segments:>14,}"]
+        lines += [f"{'swaps':<24}{self.swaps:>14,}", f"{'waits':<24}{self.waits:>14,}"]
+        lines += [f"{'wait seconds':<24}{self.wait_seconds:>14.3f}"]
         lines += [f"{kind + ' bytes':<24}{count:>14,}" for kind, count in self.bytes_by_kind.items()]
         lines += [f"{'bytes':<24}{self.bytes:>14,}", f"{'bytes as bf16':<24}{self.bytes_bf16:>14,}"]
-        lines += [f"{'ratio':<24}{self.ratio:>14.2f}"]
+        lines += [f"{'ratio':<24}{self.ratio:>14.2f}", f"{'ratio without open':<24}{self.ratio_without_open:>14.2f}"]
         lines += [f"{'dense materializations':<24}{self.dense_materializations:>14,}"]
         return "\n".join(lines)
 
 
-def collect(layers: Iterable[CacheLayerMixin]) -> CacheStats:
-    """Measures the layers of a cache."""
+def collect(layers: Iterable[CacheLayerMixin], reorganizer: Reorganizer) -> CacheStats:
+    """Measures the layers of a cache, and its reorganizer."""
     held: dict[int, tuple[str, int]] = {}
-    tokens = bf16 = materializations = 0
+    tokens = bf16 = materializations = swaps = 0
     segments: set[int] = set()
     for layer in layers:
         if isinstance(layer, MosaicKVLayer):
@@ -67,6 +82,7 @@ def collect(layers: Iterable[CacheLayerMixin]) -> CacheStats:
             layer.settle()
             tokens = max(tokens, layer.get_seq_length())
             materializations += layer.materializations
+            swaps += layer.swaps
             segments.update(id(segment) for row in layer.rows for segment in row.segments)
             if layer.is_initialized:
                 per_token = layer.num_key_value_heads * (layer.key_head_dim + layer.value_head_dim) * 2
@@ -77,7 +93,16 @@ def collect(layers: Iterable[CacheLayerMixin]) -> CacheStats:
     counts = Counter({kind: 0 for kind in KINDS})
     for kind, size in held.values():
         counts[kind] += size
-    return CacheStats(tokens, dict(counts), bf16, len(segments), materializations)
+    return CacheStats(
+        tokens=tokens,
+        bytes_by_kind=dict(counts),
+        bytes_bf16=bf16,
+        segments=len(segments),
+        swaps=swaps,
+        waits=reorganizer.waits,
+        wait_seconds=reorganizer.wait_seconds,
+        dense_materializations=materializations,
+    )
 
 
 def _tensors(layer: CacheLayerMixin) -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,3 +118,6 @@ def _tensors(layer: CacheLayerMixin) -> Iterator[tuple[str, torch.Tensor]]:
             yield from segment.tensors()
         for states in (*(row.sinks or ()), *row.buffer.tensors()):
             yield "raw", states
+        for waiting in (*row.closed, *([] if row.open is None else [row.open])):
+            for tensor in waiting.tensors():
+                yield "open", tensor

@@ -2,7 +2,7 @@
 
 Of every page of 16 tokens the elementwise minimum and maximum of the keys are kept. A page's score is the largest
 logit that a key within those bounds could have, `sum_c max(q_c * min_c, q_c * max_c)` (arXiv 2406.10774); the best
-pages of each KV head are attended to. The kernels use the same vector operations and the same thread pool as the
+pages of each KV head are attended to. The kernels use the same vector operations, top-k and thread pool as the
 package's own. The query heads of a group choose together, by the largest of their scores, and share each loaded row.
 
 The score is two multiply-adds a channel, not four operations: `max(q * min, q * max)` is `max * q` for a positive q
@@ -31,12 +31,12 @@ from mosaickv_hf.attention.cpu.simd import (
     splat,
     store8,
     store_f32,
-    store_i32,
     sub,
     sums,
     total,
 )
-from mosaickv_hf.attention.cpu.threads import run
+from mosaickv_hf.attention.cpu.threads import SOURCES, run
+from mosaickv_hf.attention.cpu.topk import SCRATCH_BYTES, kth_largest, take, to_keys
 from mosaickv_hf.segments import tile
 
 PAGE = 16
@@ -62,7 +62,7 @@ _NEG_INF = np.float32(-np.inf)
     _SPLIT,  # fp32 [heads, rows, 2 * dim]: positive parts, negative parts
     _BOUNDS,  # fp32 [heads, ceil(pages / 8), 2 * dim, 8]: maxima, minima
     _SCORES,  # fp32 [heads, pages rounded up to whole tiles]
-    _HISTOGRAM,  # int32 [heads, 2048]
+    _HISTOGRAM,  # uint8 [heads, SCRATCH_BYTES]
     _COUNT,  # pages to choose
     _CHOSEN,  # int32 [heads, count]
     _KEYS,  # fp32 [heads, pages * PAGE, dim]
@@ -95,7 +95,7 @@ class SequenceOnly:
         self.keys, self.values = keys.contiguous(), values.contiguous()
         self.threads = torch.get_num_threads()
         self.scores = torch.empty(heads, 8 * self.bounds.shape[1])
-        self.histogram = torch.empty(heads, 2048, dtype=torch.int32)
+        self.histogram = torch.empty(heads, SCRATCH_BYTES, dtype=torch.uint8)
         self.chosen = torch.empty(heads, self.count, dtype=torch.int32)
 
     def begin(self, query: torch.Tensor) -> None:
@@ -226,42 +226,13 @@ def _select(call):
         _choose(call, head)
 
 
-@njit(forceinline=True)
-def _sortable(address):
-    """The float at an address as an integer from 0 to 2**32 - 1 in the same order."""
-    bits = load_i32(address)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 0x80000000
-
-
 @njit
 def _choose(call, head):
-    """Finds the smallest chosen score digit by digit; of pages that have just it the older ones are chosen."""
     pages, count = _get(call, _PAGES), _get(call, _COUNT)
-    scores = _get(call, _SCORES) + 4 * head * ((pages + 7) // 8 * 8)
-    histogram = _get(call, _HISTOGRAM) + 4 * 2048 * head
-    known, missing = 0, count
-    for shift, bits in ((21, 11), (10, 11), (0, 10)):
-        for i in range(1 << bits):
-            store_i32(histogram + 4 * i, 0)
-        above = shift + bits
-        for page in range(pages):
-            score = _sortable(scores + 4 * page)
-            if score >> above == known:
-                at = histogram + 4 * ((score >> shift) & ((1 << bits) - 1))
-                store_i32(at, load_i32(at) + 1)
-        digit = (1 << bits) - 1
-        while load_i32(histogram + 4 * digit) < missing:
-            missing -= load_i32(histogram + 4 * digit)
-            digit -= 1
-        known = (known << bits) | digit
-    chosen = _get(call, _CHOSEN) + 4 * head * count
-    for page in range(pages):
-        score = _sortable(scores + 4 * page)
-        if score > known or (score == known and missing > 0):
-            if score == known:
-                missing -= 1
-            store_i32(chosen, page)
-            chosen += 4
+    keys = _get(call, _SCORES) + 4 * head * ((pages + 7) // 8 * 8)
+    to_keys(keys, pages)
+    kth, ties = kth_largest(keys, pages, count, _get(call, _HISTOGRAM) + SCRATCH_BYTES * head)
+    take(keys, 0, pages, kth, ties, _get(call, _CHOSEN) + 4 * head * count)
 
 
 @njit
@@ -459,21 +430,30 @@ def _merge(call):
             store8(output + c, summed)
 
 
-@cfunc("void(int64)", cache=True)
-def _score_phase(call):
-    _score(call)
+def _compile(sources: int):
+    """The phases, whose compiled forms are kept on disk until `sources` changes."""
+
+    @cfunc("void(int64)", cache=True)
+    def score(call):
+        sources  # noqa: B018
+        _score(call)
+
+    @cfunc("void(int64)", cache=True)
+    def select(call):
+        sources  # noqa: B018
+        _select(call)
+
+    @cfunc("void(int64)", cache=True)
+    def attend(call):
+        sources  # noqa: B018
+        _attend(call)
+
+    @cfunc("void(int64)", cache=True)
+    def merge(call):
+        sources  # noqa: B018
+        _merge(call)
+
+    return score, select, attend, merge
 
 
-@cfunc("void(int64)", cache=True)
-def _select_phase(call):
-    _select(call)
-
-
-@cfunc("void(int64)", cache=True)
-def _attend_phase(call):
-    _attend(call)
-
-
-@cfunc("void(int64)", cache=True)
-def _merge_phase(call):
-    _merge(call)
+_score_phase, _select_phase, _attend_phase, _merge_phase = _compile(SOURCES)

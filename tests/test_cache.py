@@ -169,7 +169,7 @@ def test_stats_count_every_byte_and_print():
     step(cache, 1)
     stats = cache.stats()
     assert stats.tokens == 501 and stats.bytes_bf16 == 501 * 2 * 64 * 2 * 2
-    assert set(stats.bytes_by_kind) == {"values", "bitmaps", "rotations", "index", "raw"}
+    assert set(stats.bytes_by_kind) == {"values", "bitmaps", "rotations", "index", "raw", "open"}
     held = {}
     seen = set()
 

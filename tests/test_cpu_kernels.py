@@ -1,11 +1,13 @@
 """The numba kernels against the torch implementations they stand in for."""
 
+import dataclasses
 import itertools
 import os
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -101,6 +103,8 @@ def cases(draw):
         "group": draw(st.sampled_from([1, 3, 4, 8])),
         # Segments in blocks; a short last one shares the basis before it.
         "segments": draw(st.sampled_from([[], [1], [200], [97, 40], [200, 3, 150]])),
+        # Whether steps and bits differ from head to head.
+        "adapted": draw(st.booleans()),
         "buffer": draw(st.sampled_from([1, 37])),
         "crop": draw(st.sampled_from([0, 0, 1, 11])),
         "queries": draw(st.sampled_from([1, 1, 1, 2, 5, 70])),
@@ -116,7 +120,8 @@ def sequence_of(case) -> SequenceStore:
     for blocks in case["segments"]:
         count = blocks * config.block_size + (config.sink_tokens if sequence.sinks is None else 0)
         sequence.buffer.append(*(states(case["heads"], count, d, case["dtype"]) for d in (key_dim, value_dim)))
-        sequence.pack(blocks * config.block_size, config)
+        queries = torch.randn(case["heads"], 1, 4, key_dim) if case["adapted"] else None
+        sequence.pack(blocks * config.block_size, config, queries)
     sequence.buffer.append(*(states(case["heads"], case["buffer"], d, case["dtype"]) for d in (key_dim, value_dim)))
     if case["crop"] < sequence.length:
         sequence.crop(case["crop"])
@@ -144,37 +149,66 @@ def test_attend_equals_the_reference(case):
     check(case)
 
 
-@pytest.mark.parametrize("block_size", [1, 6, 8, 16])
-@pytest.mark.parametrize("dense", [(0, 0), (5, 0), (4, 20), (0, 7), (96, 0)])
+# int4 channels need an even block size.
+SHAPES = [(size, dense) for size in (1, 6, 8, 16) for dense in ((0, 0), (5, 0), (96, 0))]
+SHAPES += [(size, dense) for size in (6, 8, 16) for dense in ((4, 20), (0, 7))]
+
+
+@pytest.mark.parametrize(("block_size", "dense"), SHAPES)
 def test_pack_equals_the_torch_packer(block_size, dense):
     torch.manual_seed(0)
     num_int8, num_int4 = dense
-    if num_int4 and block_size % 2:
-        pytest.skip("int4 channels need an even block size")
     from mosaickv_hf.attention.cpu import pack
 
     given_states = states(2, 157, 96)
     moments = Moments(2, 96).add(given_states)
     config = MosaicKVConfig(key_int8_channels=num_int8, key_int4_channels=num_int4, block_index="mean")
-    basis = fit_bases(moments, moments, config)[0]
+    fitted = fit_bases(moments, moments, config, torch.float32)[0]
     ways = [("threshold", 0.4), ("top_r", 0.4), ("top_r", 0.05), ("top_r", 1.0)]
-    for (selection, ratio), bits, group_size in itertools.product(ways, (2, 4, 8, 16, 32), (1, 2, 3, 8)):
+    widths = (2, 4, 8, 16, 32, (8, 4), (2, 8))
+    for (selection, ratio), bits, group_size in itertools.product(ways, widths, (1, 2, 3, 8)):
         if (96 - sum(dense)) % group_size:
             continue
+        basis = dataclasses.replace(fitted, bits=bits if isinstance(bits, tuple) else (bits, bits))
         arguments = {
             "num_int8": num_int8,
             "selection": selection,
             "channel_ratio": ratio,
             "dead_zone": 0.5,
             "group_size": group_size,
-            "bits": bits,
-            "dtype": torch.bfloat16 if bits == 16 else torch.float32,
             "block_size": block_size,
         }
         expected, actual = (f(given_states, basis, **arguments) for f in (packing.pack, pack))
         for name in ("dense8", "dense4", "bitmap", "offsets", "values"):
             a, b = getattr(actual, name), getattr(expected, name)
-            assert a.dtype == b.dtype and torch.equal(a, b), (name, arguments)
+            assert a.dtype == b.dtype and torch.equal(a, b), (name, bits, arguments)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 100, 1003])
+@pytest.mark.parametrize("kind", ["all different", "many equal", "some never"])
+def test_top_k(count, kind):
+    """The k largest in order of place, the first of equal ones; also where several sources share the places."""
+    from mosaickv_hf.attention.cpu.topk import SCRATCH_BYTES, kth_largest, take, to_keys
+
+    random = np.random.default_rng(count)
+    scores = random.normal(size=count).astype(np.float32)
+    if kind == "many equal":
+        scores = scores.round(0) + 0.0  # no negative zeros, which sort before zeros
+    elif kind == "some never":
+        scores[random.random(count) < 0.7] = -np.inf
+    for k in {1, count // 3 + 1, count}:
+        keys = np.full(-(-count // 8) * 8, np.nan, dtype=np.float32)
+        keys[:count] = scores
+        scratch = np.empty(SCRATCH_BYTES, dtype=np.uint8)
+        to_keys(keys.ctypes.data, count)
+        kth, ties = kth_largest(keys.ctypes.data, count, k, scratch.ctypes.data)
+        found = []
+        for first, end in ((0, count // 2), (count // 2, count)):
+            out = np.full(count + 8, -1, dtype=np.int32)
+            taken, ties = take(keys.ctypes.data, first, end, kth, ties, out.ctypes.data)
+            found += (out[:taken] + first).tolist()
+            assert (out[taken:] == -1).all()
+        assert found == sorted(np.argsort(-scores, kind="stable")[:k].tolist())
 
 
 SMALL = {
@@ -189,6 +223,7 @@ SMALL = {
     "mask": "none",
     "dtype": torch.float32,
     "seed": 0,
+    "adapted": False,
 }
 
 

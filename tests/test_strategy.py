@@ -9,7 +9,7 @@ from conftest import CACHE, TINY
 from transformers import DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
-from mosaickv_hf.compression import Moments, adapt_steps, compress, fit_bases, unpack_blocks
+from mosaickv_hf.compression import Moments, adapt_steps, choose_bits, compress, fit_bases, unpack_blocks
 from mosaickv_hf.compression.strategy import output_errors
 from mosaickv_hf.sequence import SequenceStore
 
@@ -34,7 +34,7 @@ def setting(seed=0, heads=2, group=3, n=4, length=400, head_dim=64):
     queries[1] *= 0.3
     parts = [tuple(states[:, a:b] for states in (keys, values)) for a, b in ((0, 4), (4, 372), (372, length))]
     moments = [Moments(heads, head_dim).add(states) for states in parts[1]]
-    return queries, parts, fit_bases(*moments, CONFIG)
+    return queries, parts, fit_bases(*moments, CONFIG, keys.dtype)
 
 
 def output(queries, keys, values):
@@ -71,7 +71,7 @@ def test_the_expected_error_is_the_measured_one(which):
 def test_the_head_that_looks_tokens_up_gets_the_finer_step():
     queries, (before, packed, after), bases = setting()
     target = dataclasses.replace(CONFIG, key_loss=1e-4, value_loss=1e-4)
-    adapted, _ = adapt_steps(bases, queries, before, packed, after, target)
+    adapted = adapt_steps(bases, queries, before, packed, after, target)
     for basis, fitted in zip(adapted, bases):
         factors = basis.step / fitted.step
         assert factors[0] < factors[1]
@@ -83,16 +83,53 @@ def test_the_head_that_looks_tokens_up_gets_the_finer_step():
         torch.testing.assert_close(error[free], torch.full_like(error[free], 1e-4), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("loss, bits", [(1e-7, 8), (10.0, 4)])
-def test_steps_too_fine_for_four_bits_get_eight(loss, bits):
+@pytest.mark.parametrize("loss, key_bits", [(1e-7, (8, 8)), (3e-4, (8, 4)), (10.0, (4, 4))])
+def test_a_head_whose_step_is_too_fine_for_four_bits_gets_eight(loss, key_bits):
     queries, (before, packed, after), _ = setting()
-    config = MosaicKVConfig(key_loss=loss, value_loss=loss, min_length=32, recent_window=20, min_segment_length=512)
+    config = MosaicKVConfig(key_loss=loss, value_loss=loss)
+    moments = [Moments(2, 64).add(states) for states in packed]
+    keys, values = adapt_steps(
+        fit_bases(*moments, config, torch.float32), queries, before, packed, after, config
+    )  # fmt: skip
+    assert keys.bits == key_bits and values.bits == (4, 4)
+
+
+def test_two_bits_where_they_are_fewer_bytes_at_no_more_error():
+    _, (_, packed, _), _ = setting()
+    config = MosaicKVConfig(backend="torch")
+    moments = [Moments(2, 64).add(states) for states in packed]
+    for factors, wanted in (((4.0, 4.0), (2, 2)), ((0.4, 4.0), (4, 2))):
+        four = [
+            dataclasses.replace(basis, step=basis.step * torch.tensor(factors))
+            for basis in fit_bases(*moments, dataclasses.replace(config, key_step=0.8, value_step=0.8), torch.float32)
+        ]
+        chosen = choose_bits(tuple(four), packed, config)
+        before, after = (compress(*packed, tuple(bases), config) for bases in (four, chosen))
+        for old, new, states in ((before.keys, after.keys, packed[0]), (before.values, after.values, packed[1])):
+            assert new.basis.bits == wanted
+            assert new.values.nbytes < old.values.nbytes
+            blocks = torch.arange(old.num_blocks).expand(2, -1)
+            errors = [
+                (form.basis.rotate_back(unpack_blocks(form, blocks))[:, : states.shape[1]] - states)
+                .square()
+                .sum((1, 2))
+                for form in (old, new)
+            ]
+            # The sample is most of the tokens, not all.
+            assert (errors[1] <= errors[0] * 1.05).all()
+
+
+def test_what_is_generated_is_packed_as_its_predecessor():
+    queries, (before, packed, after), _ = setting()
+    config = MosaicKVConfig(min_length=32, recent_window=20, min_segment_length=512)
     sequence = SequenceStore()
     sequence.buffer.append(*(torch.cat(parts, dim=1) for parts in zip(before, packed, after)))
-    sequence.pack(336, config, queries)
-    sequence.pack(32, config)  # as its predecessor, which it therefore joins
-    (segment,) = sequence.segments
-    assert segment.length == 368 and segment.keys.bits == bits
+    sequence.pack(304, config, queries)
+    first = sequence.segments[0]
+    sequence.pack(32, config)
+    sequence.pack(32, config)
+    assert sequence.segments[0] is first and len(sequence.segments) == 2
+    assert sequence.segments[1].length == 64 and sequence.segments[1].keys.basis is first.keys.basis
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +139,9 @@ def llama():
     return make(copy.deepcopy(config)).eval()
 
 
-SMALL = dict(min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_int8_channels=4)
+SMALL = dict(
+    min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_int8_channels=4, reorganize="off"
+)
 
 
 def steps(cache):

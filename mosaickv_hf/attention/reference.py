@@ -103,7 +103,7 @@ def attend_blocks(
     """
     absent = (blocks < 0).repeat_interleave(segment.block_size, dim=1)
     blocks = blocks.clamp_min(0)
-    rotated = segment.keys.basis.rotate(query.flatten(1, 2)).unflatten(1, query.shape[1:3])
+    rotated = segment.keys.basis.rotate_query(query.flatten(1, 2)).unflatten(1, query.shape[1:3])
     logits = _logits(rotated, unpack_blocks(segment.keys, blocks))
     tokens = (blocks[..., None] * segment.block_size + torch.arange(segment.block_size, device=blocks.device)).flatten(
         1

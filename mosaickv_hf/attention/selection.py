@@ -58,7 +58,7 @@ def block_scores(query: torch.Tensor, segment: PackedSegment, mask: torch.Tensor
         mask: as in `choose_blocks`, over this segment's tokens; a block with no visible token scores -inf.
     """
     keys, size, count = segment.keys, segment.block_size, segment.num_blocks
-    rotated = keys.basis.rotate(query)
+    rotated = keys.basis.rotate_query(query)
     visible = torch.ones(1, 1, 1, segment.length, dtype=torch.bool, device=query.device) if mask is None else mask
     if visible.dtype == torch.bool:
         bias = torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, -torch.inf)

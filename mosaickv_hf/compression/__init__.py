@@ -1,8 +1,22 @@
 """From raw K and V to a `PackedSegment`, in plain torch."""
 
-from .compressor import compress, fit_bases
+from .compressor import Bases, compress, fit_bases
 from .packing import pack, unpack_blocks, unpack_dense
+from .repack import Repack
 from .rotation import Moments
-from .strategy import States, adapt_steps
+from .strategy import States, adapt_steps, choose_bits, relative_loss
 
-__all__ = ["Moments", "States", "adapt_steps", "compress", "fit_bases", "pack", "unpack_blocks", "unpack_dense"]
+__all__ = [
+    "Bases",
+    "Moments",
+    "Repack",
+    "States",
+    "adapt_steps",
+    "choose_bits",
+    "compress",
+    "fit_bases",
+    "pack",
+    "relative_loss",
+    "unpack_blocks",
+    "unpack_dense",
+]

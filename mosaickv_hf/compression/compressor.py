@@ -1,26 +1,43 @@
 """The one place where a config becomes bases and segments."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..backend import uses_numba
 from ..config import MosaicKVConfig
-from ..segments import INDEX_TILE, Basis, PackedSegment, PackedStates, tile
-from .packing import INT8_MAX, pack
-from .rotation import CHUNK_TOKENS, Moments, fit_basis
+from ..segments import INDEX_TILE, INT8_MAX, Basis, PackedSegment, PackedStates, tile
+from .packing import pack
+from .rotation import CHUNK_TOKENS, Moments, Rotation, fit_basis, principal_channels
 
 Bases = tuple[Basis, Basis]
 
 
-def fit_bases(keys: Moments, values: Moments, config: MosaicKVConfig) -> Bases:
-    """Bases for K and for V from the moments of the tokens to pack."""
+def fit_bases(
+    keys: Moments,
+    values: Moments,
+    config: MosaicKVConfig,
+    dtype: torch.dtype,
+    rotations: Sequence[Rotation] | None = None,
+) -> Bases:
+    """Bases for K and for V from the moments of the tokens to pack, which are of this dtype.
 
-    def fit(moments: Moments, kind: str) -> Basis:
+    Args:
+        rotations: of K and V, if others' are to be shared.
+    """
+
+    def fit(moments: Moments, kind: str, rotation: Rotation | None) -> Basis:
+        if rotation is None:
+            rotation = principal_channels(moments) if config.rotate else (None, None)
         num_int8, num_int4 = config.dense_channels(kind, moments.total.shape[-1])
-        quantized = getattr(config, f"{kind}_bits") in (8, 4, 2)
-        step = getattr(config, f"{kind}_step") if quantized else None
-        return fit_basis(moments, rotate=config.rotate, num_int8=num_int8, num_int4=num_int4, step=step)
+        bits = getattr(config, f"{kind}_bits")
+        if bits == "native":
+            bits = 8 * dtype.itemsize
+        step = getattr(config, f"{kind}_step") if bits <= 8 else None
+        return fit_basis(moments, rotation, num_int8=num_int8, num_int4=num_int4, bits=bits, step=step)
 
-    return fit(keys, "key"), fit(values, "value")
+    of_keys, of_values = rotations or (None, None)
+    return fit(keys, "key", of_keys), fit(values, "value", of_values)
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, bases: Bases, config: MosaicKVConfig) -> PackedSegment:
@@ -37,11 +54,6 @@ def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, confi
         from ..attention.cpu import pack as pack_states  # compiling, or loading what is compiled, takes a moment
 
     def packed(states: torch.Tensor, basis: Basis, kind: str) -> PackedStates:
-        bits, dtype = getattr(config, f"{kind}_bits"), states.dtype
-        if bits == "native":
-            bits = 8 * dtype.itemsize
-        elif bits == 16 and dtype != torch.float16:
-            dtype = torch.bfloat16
         return pack_states(
             states,
             basis,
@@ -50,8 +62,6 @@ def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, confi
             channel_ratio=getattr(config, f"{kind}_channel_ratio"),
             dead_zone=config.dead_zone,
             group_size=config.group_size,
-            bits=bits,
-            dtype=dtype,
             block_size=config.block_size,
         )
 

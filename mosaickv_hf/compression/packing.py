@@ -6,7 +6,7 @@ not stored. At equal bytes this has a far lower loss than the paper's 16-bit sur
 
 import torch
 
-from ..segments import Basis, PackedStates, tile
+from ..segments import INT8_MAX, Basis, PackedStates, tile
 
 # Magnitudes, in steps, that the codes of 4- and 2-bit values stand for. They widen outwards, since large elements are
 # rare but clipping them hurts. Without groups zero is never stored, so no code is spent on it.
@@ -16,13 +16,21 @@ _MAGNITUDES = {
     (2, False): (1.0, 2.4),
     (2, True): (0.0, 1.5),
 }
-INT8_MAX = 127
 
 
 def codebook(bits: int, group_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """`[2**bits]` fp32: the value in steps of each code of 4- and 2-bit values; the top bit is the sign."""
+    """`[2**bits]` fp32: the value in steps of each code: an int8; of 4 and 2 bits a magnitude with its sign on top."""
+    if bits == 8:
+        return torch.arange(256, device=device).to(torch.uint8).view(torch.int8).float()
     magnitudes = torch.tensor(_MAGNITUDES[bits, group_size > 1], device=device)
     return torch.cat([magnitudes, -magnitudes])
+
+
+def value_dtype(bits: int, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of `PackedStates.values` for vectors of a dtype."""
+    if bits <= 8:
+        return torch.uint8
+    return torch.bfloat16 if bits == 16 and dtype != torch.float16 else dtype
 
 
 def pack(
@@ -34,8 +42,6 @@ def pack(
     channel_ratio: float,
     dead_zone: float,
     group_size: int,
-    bits: int,
-    dtype: torch.dtype,
     block_size: int,
 ) -> PackedStates:
     """Packs `[num_kv_heads, n, head_dim]` vectors of any float dtype, n >= 1.
@@ -44,8 +50,6 @@ def pack(
         basis: from `fit_basis`, of these or of earlier tokens.
         num_int8: dense channels of the basis that are int8; the others are int4.
         selection, channel_ratio, dead_zone, group_size, block_size: as in `MosaicKVConfig`.
-        bits: 32 or 16 keep elements in `dtype`, 8, 4 and 2 quantize them.
-        dtype: dtype of unquantized elements.
     """
     head_dim, num_dense = states.shape[-1], basis.scale.shape[-1]
     rotated = basis.rotate(states.float())
@@ -63,7 +67,7 @@ def pack(
     # Every row gets its own count, padding rows none; all addresses follow from the counts.
     kept = torch.nn.functional.pad(kept, (0, 0, 0, -kept.shape[1] % block_size))
     counts = kept.sum(-1) * group_size
-    units = -(-counts // (8 // bits)) if bits < 8 else counts
+    units = _units(counts, basis.bits)
     starts = (units.flatten().cumsum(0) - units.flatten()).view_as(units)
     total = int(units.sum())
     elements = kept.repeat_interleave(group_size, dim=-1)[:, : states.shape[1]]
@@ -71,38 +75,54 @@ def pack(
         dense8=tile(dense[..., :num_int8].round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), block_size),
         dense4=_pair_halves(tile((dense[..., num_int8:] + 7.5).round().clamp(0, 15).to(torch.uint8), block_size)),
         bitmap=_to_bits(kept),
-        values=_encode(steps[elements], counts, total, bits, dtype, group_size),
+        values=_encode(steps[elements], counts, starts, total, basis.bits, group_size, states.dtype),
         offsets=starts[:, ::block_size].to(torch.int32),
         basis=basis,
-        bits=bits,
         group_size=group_size,
         head_dim=head_dim,
     )
 
 
+def _units(counts: torch.Tensor, bits: tuple[int, ...]) -> torch.Tensor:
+    """Units of `PackedStates.values` that rows with so many kept elements take; the first dimension is KV heads."""
+    if bits[0] > 8:
+        return counts
+    return -(-counts * torch.tensor(bits, device=counts.device).view(-1, *[1] * (counts.ndim - 1)) // 8)
+
+
 def _encode(
-    elements: torch.Tensor, counts: torch.Tensor, units: int, bits: int, dtype: torch.dtype, group_size: int
+    elements: torch.Tensor,
+    counts: torch.Tensor,
+    starts: torch.Tensor,
+    units: int,
+    bits: tuple[int, ...],
+    group_size: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Kept elements in steps, flat in row order, to the `values` of `PackedStates`."""
-    if bits >= 16:
-        return elements.to(dtype)
-    if bits == 8:
-        return elements.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-    magnitudes = torch.tensor(_MAGNITUDES[bits, group_size > 1], device=elements.device)
-    codes = torch.bucketize(elements.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2).to(torch.uint8)
-    codes += (elements < 0).to(torch.uint8) << (bits - 1)
-    per_unit = 8 // bits
+    """Kept elements in steps, flat in row order, to the `values` of `PackedStates`.
+
+    Args:
+        counts, starts: `[num_kv_heads, rows]`, kept elements and first unit of each row.
+    """
+    if bits[0] > 8:
+        return elements.to(value_dtype(bits[0], dtype))
+    per_head = counts.sum(1)
+    codes = [_codes(part, b, group_size) for part, b in zip(elements.split(per_head.tolist()), bits)]
+    width = torch.tensor(bits, device=counts.device).repeat_interleave(per_head)
     counts = counts.flatten()
-    filler = -counts % per_unit  # codes that round each row up to whole bytes
-    place = torch.arange(len(codes), device=codes.device)
-    place += (filler.cumsum(0) - filler).repeat_interleave(counts)
-    padded = torch.zeros(units * per_unit, dtype=torch.uint8, device=codes.device)
-    padded[place] = codes
-    padded = padded.view(-1, per_unit)
-    values = padded[:, 0].clone()
-    for i in range(1, per_unit):
-        values |= padded[:, i] << (bits * i)
-    return values
+    rank = torch.arange(len(elements), device=counts.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = 8 * starts.flatten().repeat_interleave(counts) + rank * width
+    values = torch.zeros(units, dtype=torch.int32, device=counts.device)
+    return values.index_add_(0, place >> 3, torch.cat(codes) << (place & 7).int()).to(torch.uint8)
+
+
+def _codes(elements: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """int32 codes, as `codebook` has them, of elements in steps."""
+    if bits == 8:
+        return elements.round().clamp(-INT8_MAX, INT8_MAX).int() & 255
+    magnitudes = codebook(bits, group_size, elements.device)[: 2 ** (bits - 1)]
+    codes = torch.bucketize(elements.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2).int()
+    return codes | (elements < 0).int() << (bits - 1)
 
 
 def unpack_blocks(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
@@ -120,16 +140,21 @@ def unpack_blocks(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
     kept = kept.repeat_interleave(packed.group_size, dim=-1)  # [heads, chosen, size, channels]
 
     counts = kept.sum(-1)
-    per_unit = 8 // packed.bits if packed.bits < 8 else 1
-    units = -(-counts // per_unit)
+    bits = packed.basis.bits
+    units = _units(counts, bits)
     starts = packed.offsets[at, blocks].long()[..., None] + units.cumsum(-1) - units
     rank = kept.cumsum(-1) - 1
-    place = (starts[..., None] * per_unit + rank)[kept]
-    if packed.bits >= 8:
-        elements = packed.values[place].float()
+    if bits[0] > 8:
+        elements = packed.values[(starts[..., None] + rank)[kept]].float()
     else:
-        codes = packed.values[place // per_unit] >> (packed.bits * (place % per_unit)) & (2**packed.bits - 1)
-        elements = codebook(packed.bits, packed.group_size, device)[codes.long()]
+        width = torch.tensor(bits, device=device)[:, None, None, None]
+        place = (8 * starts[..., None] + rank * width)[kept]
+        width = width.expand(kept.shape)[kept]
+        codes = packed.values[place >> 3].int() >> (place & 7) & ((1 << width) - 1)
+        books = torch.zeros(heads, 256, device=device)
+        for head, b in enumerate(bits):
+            books[head, : 2**b] = codebook(b, packed.group_size, device)
+        elements = books[at[:, None, None].expand(kept.shape)[kept], codes.long()]
     tail = torch.zeros(kept.shape, device=device)
     tail[kept] = elements
     tail = tail.flatten(1, 2) * packed.basis.step[:, None, None]

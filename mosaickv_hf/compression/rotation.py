@@ -2,7 +2,7 @@
 
 import torch
 
-from ..segments import Basis
+from ..segments import INT8_MAX, Basis
 
 # Tokens a pass over a long prompt works on at a time: bounds its temporary memory.
 CHUNK_TOKENS = 4096
@@ -35,31 +35,39 @@ class Moments:
         return self
 
 
-def fit_basis(moments: Moments, *, rotate: bool, num_int8: int, num_int4: int, step: float | None) -> Basis:
-    """The basis for packing vectors with these moments, and vectors like them.
+Rotation = tuple[torch.Tensor | None, torch.Tensor | None]
+"""`Basis.rotation` and `Basis.rotation_scale`."""
 
-    The rotation is the eigenbasis of the uncentred second moments: keys of some models (Qwen2's key biases) have a
-    large mean, which becomes the first channel, where the offset takes it out.
+
+def principal_channels(moments: Moments) -> Rotation:
+    """The eigenbasis of the uncentred second moments: keys of some models (Qwen2's key biases) have a large mean, which
+    becomes the first channel, where the offset takes it out."""
+    # Double precision: single loses the small channels' directions where one channel dominates.
+    vectors = torch.linalg.eigh(moments.products.double() / moments.count).eigenvectors.flip(-1)
+    # An eigenvector's sign is arbitrary; fixed here so that equal data give equal bytes.
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    scale = (largest.abs()[:, 0] / INT8_MAX).float()
+    return (vectors * largest.sign() / scale[:, None]).round().to(torch.int8), scale
+
+
+def fit_basis(
+    moments: Moments, rotation: Rotation, *, num_int8: int, num_int4: int, bits: int, step: float | None = None
+) -> Basis:
+    """The basis for packing vectors with these moments, and vectors like them.
 
     Args:
         moments: of at least one vector.
-        rotate: whether to rotate into the principal channels.
+        rotation: the channels, see `principal_channels`; Nones leave them as they are.
         num_int8, num_int4: leading channels stored densely.
-        step: quantization step of the other channels in units of the segment's standard deviation, all channels
-            together; None if they are not quantized.
+        bits: of a kept element of the other channels.
+        step: their quantization step in units of the segment's standard deviation, all channels together; None if
+            they are not quantized.
     """
-    heads, head_dim = moments.total.shape
-    # Double precision: single loses the small channels' directions where one channel dominates.
     products, mean = moments.products.double() / moments.count, moments.total.double() / moments.count
-    rotation = None
-    if rotate:
-        vectors = torch.linalg.eigh(products).eigenvectors.flip(-1)
-        # An eigenvector's sign is arbitrary; fixed here so that equal data give equal bytes.
-        largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
-        rotation = (vectors * largest.sign()).half()
-        rounded = rotation.double()
-        mean = (mean[:, None] @ rounded)[:, 0]
-        products = rounded.transpose(-1, -2) @ products @ rounded
+    if rotation[0] is not None:
+        inverse = torch.linalg.inv(rotation[0] * rotation[1][:, None].double())
+        mean = (inverse @ mean[:, :, None])[..., 0]
+        products = inverse @ products @ inverse.transpose(-1, -2)
     energy = products.diagonal(dim1=-2, dim2=-1)
     tiny = torch.finfo(torch.float32).tiny
     variance = (energy - mean.square()).clamp_min(0)
@@ -68,10 +76,17 @@ def fit_basis(moments: Moments, *, rotate: bool, num_int8: int, num_int4: int, s
     deviation = variance[:, :num_dense].sqrt()
     scale = torch.cat(
         [
-            deviation[:, :num_int8] * (_INT8_RANGE / 127),
+            deviation[:, :num_int8] * (_INT8_RANGE / INT8_MAX),
             # Where the data allow it no finer than the sparse channels' step, and so no clipping.
             torch.maximum(deviation[:, num_int8:] * (_INT4_RANGE / 7.5), unit[:, None]),
         ],
         dim=1,
     )
-    return Basis(rotation, mean[:, :num_dense].float(), scale.clamp_min(tiny).float(), unit.float())
+    return Basis(
+        rotation=rotation[0],
+        rotation_scale=rotation[1],
+        offset=mean[:, :num_dense].float(),
+        scale=scale.clamp_min(tiny).float(),
+        step=unit.float(),
+        bits=(bits,) * len(unit),
+    )

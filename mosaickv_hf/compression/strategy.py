@@ -11,11 +11,16 @@ import torch
 
 from ..config import MosaicKVConfig
 from ..segments import Basis
+from .packing import codebook
 
 # How far a head's step may be from the config's. Coarser would trust a few queries for all to come. Finer, four bits
-# would clip, so K takes eight in a segment with a head that asks for less than _EIGHT_BITS_FROM; V gains nothing by it.
+# would clip, so K of a head that asks for less than _EIGHT_BITS_FROM takes eight; V gains nothing by it.
 _COARSEST, _FINEST = 4.0, {8: 0.1, 4: 0.4, 2: 0.4}
 _EIGHT_BITS_FROM = 0.2
+
+# Steps that two bits are tried with, as shares of the step that four or eight would take, and tokens for the trial.
+_TWO_BIT_STEPS = (1.0, 0.92, 0.85, 0.78, 0.71, 0.65)
+_SAMPLE_TOKENS = 256
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, `[num_kv_heads, n, head_dim]` each (their head_dims may differ)."""
@@ -28,8 +33,8 @@ def adapt_steps(
     packed: States,
     after: States,
     config: MosaicKVConfig,
-) -> tuple[tuple[Basis, Basis], MosaicKVConfig]:
-    """The bases with each KV head's step scaled towards the config's loss, and the config with the bits these need.
+) -> tuple[Basis, Basis]:
+    """The bases with each KV head's step scaled towards the config's loss, and with the bits that it needs.
 
     A step's squared error grows with its square, so the step that meets the target follows from the error of one.
 
@@ -41,11 +46,51 @@ def adapt_steps(
     errors = output_errors(bases, queries, before, packed, after)
     for kind, basis, error in zip(("key", "value"), bases, errors):
         factors = (getattr(config, f"{kind}_loss") / error).sqrt()
-        if kind == "key" and factors.min() < _EIGHT_BITS_FROM:
-            config = dataclasses.replace(config, key_bits=8)
-        factors = factors.clamp(_FINEST[getattr(config, f"{kind}_bits")], _COARSEST)
-        adapted.append(dataclasses.replace(basis, step=basis.step * factors))
-    return (adapted[0], adapted[1]), config
+        fine = (kind == "key") & (factors < _EIGHT_BITS_FROM)
+        bits = tuple(8 if wants else own for wants, own in zip(fine.tolist(), basis.bits))
+        finest = torch.tensor([_FINEST[b] for b in bits], device=factors.device)
+        factors = factors.clamp(max=_COARSEST).maximum(finest)
+        adapted.append(dataclasses.replace(basis, step=basis.step * factors, bits=bits))
+    return adapted[0], adapted[1]
+
+
+def choose_bits(bases: tuple[Basis, Basis], packed: States, config: MosaicKVConfig) -> tuple[Basis, Basis]:
+    """The bases with two bits for the heads where these take fewer bytes at no more squared error, at a step of theirs.
+
+    Measured on a sample of the tokens. Where steps are coarse nearly all kept elements are of one or two steps.
+
+    Args:
+        packed: the tokens that are to be packed.
+    """
+    return tuple(_choose_bits(basis, states, config) for basis, states in zip(bases, packed))
+
+
+def _choose_bits(basis: Basis, states: torch.Tensor, config: MosaicKVConfig) -> Basis:
+    stride = -(-states.shape[1] // _SAMPLE_TOKENS)
+    rotated = basis.rotate(states[:, ::stride].float())
+    tail = rotated[..., basis.offset.shape[1] :].unflatten(-1, (-1, config.group_size))
+    step, bits = basis.step.clone(), list(basis.bits)
+    limit, cost = zip(*(_trial(part, step[head], bits[head], config) for head, part in enumerate(tail)))
+    for head, part in enumerate(tail):
+        best = cost[head]
+        for share in _TWO_BIT_STEPS:
+            error, two = _trial(part, basis.step[head] * share, 2, config)
+            if error <= limit[head] and two < best:
+                best, bits[head], step[head] = two, 2, basis.step[head] * share
+    return dataclasses.replace(basis, step=step, bits=tuple(bits))
+
+
+def _trial(tail: torch.Tensor, step: torch.Tensor, bits: int, config: MosaicKVConfig) -> tuple[float, float]:
+    """Squared error and bytes of values of quantizing a head's `[n, groups, group_size]` elements."""
+    units = (tail / step).abs()
+    kept = (units >= config.dead_zone).any(-1)
+    if bits == 8:
+        nearest = units.round()
+    else:
+        magnitudes = codebook(bits, config.group_size, tail.device)[: 2 ** (bits - 1)]
+        nearest = magnitudes[torch.bucketize(units, (magnitudes[1:] + magnitudes[:-1]) / 2)]
+    error = torch.where(kept[..., None], units - nearest, units).square().sum() * step.square()
+    return error.item(), (kept.sum(-1) * config.group_size * bits / 8).ceil().sum().item()
 
 
 def output_errors(
@@ -74,6 +119,7 @@ def output_errors(
     queries = queries[:, :, -len(positions) :]
     hidden = positions > positions[-queries.shape[2] :, None]
     dense = [basis.offset.shape[1] for basis in bases]
+    axes = bases[0].axes()
     by_key, by_value, power = [], [], []
     # One head at a time: weights of a long prompt are large.
     for head in range(queries.shape[0]):
@@ -89,8 +135,7 @@ def output_errors(
             - 2 * ((squares @ values) * output).sum(-1)
             + squares.sum(-1) * output.square().sum(-1)
         ).clamp_min(0)
-        rotation = bases[0].rotation
-        rotated = query if rotation is None else query @ rotation[head].float()
+        rotated = query if axes is None else query @ axes[head]
         by_key.append((distances * rotated[..., dense[0] :].square().sum(-1)).mean())
         by_value.append(squares.sum(-1).mean() * (values.shape[1] - dense[1]))
         power.append(output.square().sum(-1).mean())
@@ -98,3 +143,22 @@ def output_errors(
     return tuple(
         torch.stack(by_head) / power * basis.step.square() / 12 for by_head, basis in zip((by_key, by_value), bases)
     )
+
+
+def relative_loss(states: States, bases: tuple[Basis, Basis], config: MosaicKVConfig) -> float:
+    """Squared error that packing these tokens with these bases makes, relative to their energy; of K and V the larger.
+
+    From the rotated elements alone, without packing: what is dropped, and of what is kept a step's rounding.
+    """
+    losses = []
+    for part, basis, kind in zip(states, bases, ("key", "value")):
+        rotated = basis.rotate(part.float())
+        tail = rotated[..., basis.offset.shape[1] :].square()
+        if config.selection == "threshold":
+            unit = basis.step.square()[:, None, None]
+            error = torch.where(tail < config.dead_zone**2 * unit, tail, unit / 12)
+        else:
+            kept = max(0, round(getattr(config, f"{kind}_channel_ratio") * part.shape[2]) - basis.offset.shape[1])
+            error = tail.sort(dim=-1, descending=True).values[..., kept:]
+        losses.append(error.sum() / rotated.square().sum().clamp_min(torch.finfo(torch.float32).tiny))
+    return max(loss.item() for loss in losses)

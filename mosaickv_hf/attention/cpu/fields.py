@@ -13,7 +13,8 @@ from ...segments import PackedSegment, PackedStates
 
 # K or V of one source of tokens: packed states, or raw ones as they came.
 (
-    S_KIND,  # bits of a kept element, or one of the constants below
+    S_KIND,  # one of the constants below
+    S_BITS,  # int64 [heads], of a kept element if S_KIND is QUANTIZED
     S_N8,  # int8 channels
     S_N4,  # int4 channels
     S_DENSE_WIDTH,  # all dense channels, rounded up to whole vectors
@@ -28,14 +29,14 @@ from ...segments import PackedSegment, PackedStates
     S_VALUES,
     S_VALUES_END,
     S_OFFSETS,
-    S_CODEBOOK,
+    S_CODEBOOK,  # fp32 [2, 8]: magnitudes of 4-bit values, their signs apart; the four signed values of 2-bit ones
     S_HEAD_STRIDE,  # of raw states, in bytes, as the next
     S_ROW_STRIDE,
     S_HEAD_DIM,
     S_BASIS,  # place in the call's list of bases
     STATES_FIELDS,
-) = range(21)
-BF16, FP16, FP32, RAW_BF16, RAW_FP16, RAW_FP32 = 16, 17, 32, 116, 117, 132
+) = range(22)
+QUANTIZED, BF16, FP16, FP32, RAW_BF16, RAW_FP16, RAW_FP32 = 8, 16, 17, 32, 116, 117, 132
 
 # One source of tokens: K's fields, V's fields, and these.
 C_K, C_V, C_LENGTH, C_BLOCKS, C_FIRST_TOKEN, C_FIRST_BLOCK, C_MEANS, C_MEAN_SCALE, C_INDEX_CHANNELS, C_MEAN_TILES = (
@@ -48,8 +49,9 @@ SOURCE_FIELDS = 2 * STATES_FIELDS + 9
 
 # A basis, as `Basis` with the split of its dense channels.
 (
-    B_ROTATION,
-    B_ROTATION_STRIDE,  # halves from row to row
+    B_ROTATION,  # int8
+    B_ROTATION_SCALE,
+    B_ROTATION_STRIDE,  # elements from row to row, and scales from head to head
     B_OFFSET,
     B_SCALE,
     B_STEP,
@@ -58,7 +60,7 @@ SOURCE_FIELDS = 2 * STATES_FIELDS + 9
     B_DENSE_WIDTH,
     B_HEAD_DIM,
     BASIS_FIELDS,
-) = range(10)
+) = range(11)
 
 # One call.
 (
@@ -104,7 +106,7 @@ SOURCE_FIELDS = 2 * STATES_FIELDS + 9
     CALL_FIELDS,
 ) = range(40)
 
-_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+_KINDS = {torch.uint8: QUANTIZED, torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 _RAW_KINDS = {torch.bfloat16: RAW_BF16, torch.float16: RAW_FP16, torch.float32: RAW_FP32}
 
 
@@ -145,7 +147,7 @@ class SegmentFields(Fields):
         n8, n4 = states.dense8.shape[2], states.dense4.shape[2]
         table[S_N8], table[S_N4], table[S_DENSE_WIDTH] = n8, n4, whole(n8 + n4)
         table[S_WIDTH] = whole(n8 + n4) + whole(states.head_dim - n8 - n4)
-        table[S_KIND] = _KINDS.get(states.values.dtype, states.bits)
+        table[S_KIND], table[S_BITS] = _KINDS[states.values.dtype], self.address(torch.tensor(states.basis.bits))
         table[S_BLOCK_SIZE], table[S_NUM_BLOCKS] = states.block_size, states.num_blocks
         table[S_DENSE8], table[S_DENSE4] = self.address(states.dense8), self.address(states.dense4)
         table[S_BITMAP], table[S_BITMAP_BYTES] = self.address(states.bitmap), states.bitmap.shape[2]
@@ -153,19 +155,18 @@ class SegmentFields(Fields):
         table[S_VALUES] = self.address(states.values)
         table[S_VALUES_END] = table[S_VALUES] + states.values.numel() * states.values.element_size()
         table[S_OFFSETS] = self.address(states.offsets)
-        if states.bits < 8:
-            # Eight magnitudes of 4-bit values, their signs apart; the four signed values of 2-bit ones.
-            values = codebook(states.bits, states.group_size)[:8]
-            table[S_CODEBOOK] = self.address(torch.nn.functional.pad(values, (0, 8 - len(values))))
+        four, two = (codebook(bits, states.group_size)[:8] for bits in (4, 2))
+        table[S_CODEBOOK] = self.address(torch.cat([four, two, two]))
 
     def _basis(self, states: PackedStates) -> np.ndarray:
         basis, head_dim = states.basis, states.head_dim
         n8, dense = states.dense8.shape[2], states.num_dense
-        rotation = 0
+        rotation = [0, 0]
         if basis.rotation is not None:
-            rotation = self.address(torch.nn.functional.pad(basis.rotation, (0, -head_dim % 8)))
+            parts = (basis.rotation, basis.rotation_scale)
+            rotation = [self.address(torch.nn.functional.pad(part, (0, -head_dim % 8))) for part in parts]
         tensors = [self.address(t) for t in (basis.offset, basis.scale, basis.step)]
-        return np.array([rotation, whole(head_dim), *tensors, n8, dense, whole(dense), head_dim], dtype=np.int64)
+        return np.array([*rotation, whole(head_dim), *tensors, n8, dense, whole(dense), head_dim], dtype=np.int64)
 
 
 _segments: weakref.WeakKeyDictionary[PackedSegment, SegmentFields] = weakref.WeakKeyDictionary()
@@ -204,4 +205,4 @@ _ONES = torch.ones(4096)
 
 def plain_basis(head_dim: int) -> np.ndarray:
     """The basis of raw states: no rotation, no dense channels, step 1."""
-    return np.array([0, 0, 0, 0, _ONES.data_ptr(), 0, 0, 0, head_dim], dtype=np.int64)
+    return np.array([0, 0, 0, 0, 0, _ONES.data_ptr(), 0, 0, 0, head_dim], dtype=np.int64)

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from numba import cfunc, njit
 
-from ...compression.packing import INT8_MAX, codebook
-from ...segments import Basis, PackedStates
+from ...compression.packing import codebook, value_dtype
+from ...segments import INT8_MAX, Basis, PackedStates
 from .simd import (
     at_least,
     get,
@@ -32,7 +32,7 @@ from .threads import SOURCES, run
     _GROUP_SIZE,
     _KEPT_GROUPS,  # of each row; -1 where a threshold decides
     _THRESHOLD,  # bits of an fp32
-    _BITS,
+    _BITS,  # int64 [heads]
     _ROTATED,  # fp32 [heads, tokens, head_dim]
     _OFFSET,
     _SCALE,
@@ -43,7 +43,7 @@ from .threads import SOURCES, run
     _UNITS,  # int32 [heads, blocks]: of each block
     _VALUES,
     _OFFSETS,  # int32 [heads, blocks]
-    _BOUNDARIES,  # fp32 [8] between the magnitudes of codes, padded with infinity
+    _BOUNDARIES,  # fp32 [2, 8] between the magnitudes of codes of 4 and of 2 bits, padded with infinity
     _SCRATCH,
     _SCRATCH_BYTES,
     _FIELDS,
@@ -64,8 +64,6 @@ def pack(
     channel_ratio: float,
     dead_zone: float,
     group_size: int,
-    bits: int,
-    dtype: torch.dtype,
     block_size: int,
 ) -> PackedStates:
     """See `compression.packing.pack`; among elements of equal magnitude the first are kept."""
@@ -79,10 +77,10 @@ def pack(
     dense4 = torch.zeros(heads, blocks, n4, block_size // 2, dtype=torch.uint8)
     bitmap = torch.zeros(heads, blocks * block_size, -(-(sparse // group_size) // 8), dtype=torch.uint8)
     units = torch.empty(heads, blocks, dtype=torch.int32)
-    boundaries = torch.full((8,), torch.inf)
-    if bits < 8:
-        magnitudes = codebook(bits, group_size)[: 2 ** (bits - 1)]
-        boundaries[: len(magnitudes) - 1] = (magnitudes[1:] + magnitudes[:-1]) / 2
+    boundaries = torch.full((2, 8), torch.inf)
+    for row, width in zip(boundaries, (4, 2)):
+        magnitudes = codebook(width, group_size)[: 2 ** (width - 1)]
+        row[: len(magnitudes) - 1] = (magnitudes[1:] + magnitudes[:-1]) / 2
 
     threads = torch.get_num_threads()
     scratch_bytes = -(-(12 * head_dim + 256) // 64) * 64
@@ -93,7 +91,8 @@ def pack(
     tensors += [dense8, dense4, bitmap, units]
     call = np.zeros(_FIELDS, dtype=np.int64)
     call[_HEADS : _N4 + 1] = heads, tokens, head_dim, num_int8, n4
-    call[_BLOCK_SIZE : _BITS + 1] = block_size, group_size, count, threshold, bits
+    bits = torch.tensor(basis.bits)
+    call[_BLOCK_SIZE : _BITS + 1] = block_size, group_size, count, threshold, bits.data_ptr()
     call[_ROTATED : _UNITS + 1] = [t.data_ptr() for t in tensors]
     call[_BOUNDARIES : _SCRATCH_BYTES + 1] = boundaries.data_ptr(), scratch.data_ptr(), scratch_bytes
     run(select.address, call, threads)
@@ -102,18 +101,17 @@ def pack(
     ends = flat.cumsum(0)
     offsets = (ends - flat).to(torch.int32).view_as(units)
     # Wider values are rounded to their dtype by torch.
-    element = torch.float32 if bits >= 16 else torch.int8 if bits == 8 else torch.uint8
-    values = torch.empty(int(ends[-1]), dtype=element)
+    dtype = value_dtype(basis.bits[0], states.dtype)
+    values = torch.empty(int(ends[-1]), dtype=dtype if dtype == torch.uint8 else torch.float32)
     call[_VALUES : _OFFSETS + 1] = values.data_ptr(), offsets.data_ptr()
     run(encode.address, call, threads)
     return PackedStates(
         dense8=dense8,
         dense4=dense4,
         bitmap=bitmap,
-        values=values.to(dtype) if bits >= 16 else values,
+        values=values.to(dtype),
         offsets=offsets,
         basis=basis,
-        bits=bits,
         group_size=group_size,
         head_dim=head_dim,
     )
@@ -235,7 +233,7 @@ def _encode_row(bits, steps, count, boundaries, out):
         byte = 0
         for i in range(count):
             magnitude = load_i32(steps + 4 * i) & _SIGN_OFF
-            code = 8 - popcount(at_least(boundaries, magnitude))
+            code = 8 - popcount(at_least(boundaries if bits == 4 else boundaries + 32, magnitude))
             if load_f32(steps + 4 * i) < 0:
                 code |= 1 << (bits - 1)
             place = (i * bits) & 7
@@ -263,7 +261,7 @@ def _compile(sources: int):
             head, first, end = _next_range(call)
             if head < 0:
                 return
-            step = load_f32(get(call, _STEP) + 4 * head)
+            step, bits = load_f32(get(call, _STEP) + 4 * head), get(get(call, _BITS), head)
             for block in range(first, end):
                 units = 0
                 for token in range(block * size, min((block + 1) * size, tokens)):
@@ -273,7 +271,7 @@ def _compile(sources: int):
                         store_f32(scratch + 4 * c, load_f32(row + 4 * (dense + c)) / step)
                     bitmap = get(call, _BITMAP) + (head * blocks * size + token) * row_bytes
                     count = _select_groups(call, scratch, keys, bitmap)
-                    units += _units(count * get(call, _GROUP_SIZE), get(call, _BITS))
+                    units += _units(count * get(call, _GROUP_SIZE), bits)
                 store_i32(get(call, _UNITS) + 4 * (head * blocks + block), units)
 
     @cfunc("void(int64)", cache=True)
@@ -281,16 +279,16 @@ def _compile(sources: int):
         sources  # noqa: B018
         scratch = get(call, _SCRATCH) + next_item(call + 8 * _WORKERS) * get(call, _SCRATCH_BYTES)
         head_dim, size, tokens = get(call, _HEAD_DIM), get(call, _BLOCK_SIZE), get(call, _TOKENS)
-        bits, group_size = get(call, _BITS), get(call, _GROUP_SIZE)
+        group_size = get(call, _GROUP_SIZE)
         dense = get(call, _N8) + get(call, _N4)
         blocks = (tokens + size - 1) // size
         row_bytes = ((head_dim - dense) // group_size + 7) >> 3
-        unit = 4 if bits >= 16 else 1
         while True:
             head, first, end = _next_range(call)
             if head < 0:
                 return
-            step = load_f32(get(call, _STEP) + 4 * head)
+            step, bits = load_f32(get(call, _STEP) + 4 * head), get(get(call, _BITS), head)
+            unit = 4 if bits >= 16 else 1
             for block in range(first, end):
                 out = get(call, _VALUES) + unit * load_i32(get(call, _OFFSETS) + 4 * (head * blocks + block))
                 for token in range(block * size, min((block + 1) * size, tokens)):

@@ -11,10 +11,12 @@ from .fields import (
     BF16,
     FP16,
     FP32,
+    QUANTIZED,
     RAW_BF16,
     RAW_FP32,
     S_BITMAP,
     S_BITMAP_BYTES,
+    S_BITS,
     S_BLOCK_SIZE,
     S_CODEBOOK,
     S_DENSE4,
@@ -130,6 +132,13 @@ def _channel_bitmap(bitmap, group_size, channels, out):
 
 
 @njit(forceinline=True)
+def _element_kind(states, head):
+    """What an element of a head is: one of the kinds, or the bits of a quantized one."""
+    kind = get(states, S_KIND)
+    return get(get(states, S_BITS), head) if kind == QUANTIZED else kind
+
+
+@njit(forceinline=True)
 def _row_units(bitmap, num_bytes, group_size, kind):
     """Units of `values` that a row takes."""
     count = 0
@@ -203,7 +212,7 @@ _row_i8, _row_4, _row_2 = _row_kernel(_fetch_i8), _row_kernel(_fetch_4), _row_ke
 @njit
 def _sparse_rows(states, head, block, first, out, stride, spare):
     """The sparse channels of eight tokens, rows `stride` bytes apart; tokens past the block are zero."""
-    kind, size, group_size = get(states, S_KIND), get(states, S_BLOCK_SIZE), get(states, S_GROUP_SIZE)
+    kind, size, group_size = _element_kind(states, head), get(states, S_BLOCK_SIZE), get(states, S_GROUP_SIZE)
     channels = get(states, S_HEAD_DIM) - get(states, S_N8) - get(states, S_N4)
     num_bytes, num_blocks = get(states, S_BITMAP_BYTES), get(states, S_NUM_BLOCKS)
     codebook, end = get(states, S_CODEBOOK), get(states, S_VALUES_END)
@@ -236,7 +245,7 @@ def _sparse_rows(states, head, block, first, out, stride, spare):
         elif kind == 4:
             values += (_row_4(bits, vectors, start, codebook, out) + 1) >> 1
         elif kind == 2:
-            values += (_row_2(bits, vectors, start, codebook, out) + 3) >> 2
+            values += (_row_2(bits, vectors, start, codebook + 32, out) + 3) >> 2
         elif kind == 8:
             values += _row_i8(bits, vectors, start, codebook, out)
         elif kind == FP16:

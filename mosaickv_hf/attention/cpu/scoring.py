@@ -42,6 +42,7 @@ from .fields import (
     B_N8,
     B_OFFSET,
     B_ROTATION,
+    B_ROTATION_SCALE,
     B_ROTATION_STRIDE,
     B_SCALE,
     B_STEP,
@@ -75,15 +76,14 @@ from .simd import (
     larger,
     load8,
     load8_bool,
-    load8_f16,
     load8_i8,
     load_f32,
-    load_i32,
     load_i64,
     load_splat,
     load_u8,
     maxima,
     maximum,
+    mul,
     next_item,
     splat,
     store8,
@@ -93,6 +93,7 @@ from .simd import (
     total,
 )
 from .threads import SOURCES
+from .topk import kth_largest, take, to_keys
 
 NEG_INF = np.float32(-np.inf)
 # A prepared query row: what all its logits have in common, then the query in the basis, then the same with the worth
@@ -159,22 +160,23 @@ def _prepare_rows(call, place, head, first, end):
                 store_f32(out + row * stride + 4 * (P_ROTATED + c), load_f32(query + 4 * (row * head_dim + c)))
     else:
         # Four rows at a time; the last ones may be the same row again.
-        width = 2 * get(basis, B_ROTATION_STRIDE)
+        width = get(basis, B_ROTATION_STRIDE)
         rotation = get(basis, B_ROTATION) + head * head_dim * width
+        rotation_scale = get(basis, B_ROTATION_SCALE) + 4 * head * width
         r1, r2, r3 = min(1, end - first - 1), min(2, end - first - 1), min(3, end - first - 1)
         for c in range(0, head_dim, 8):
             a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
             for d in range(head_dim):
-                column = load8_f16(rotation + d * width + 2 * c)
+                column = load8_i8(rotation + d * width + c)
                 a0 = fma(load_splat(query + 4 * d), column, a0)
                 a1 = fma(load_splat(query + 4 * (r1 * head_dim + d)), column, a1)
                 a2 = fma(load_splat(query + 4 * (r2 * head_dim + d)), column, a2)
                 a3 = fma(load_splat(query + 4 * (r3 * head_dim + d)), column, a3)
-            at = out + 4 * (P_ROTATED + c)
-            store8(at, a0)
-            store8(at + r1 * stride, a1)
-            store8(at + r2 * stride, a2)
-            store8(at + r3 * stride, a3)
+            at, unit = out + 4 * (P_ROTATED + c), load8(rotation_scale + 4 * c)
+            store8(at, mul(a0, unit))
+            store8(at + r1 * stride, mul(a1, unit))
+            store8(at + r2 * stride, mul(a2, unit))
+            store8(at + r3 * stride, mul(a3, unit))
     dense, n8 = get(basis, B_DENSE), get(basis, B_N8)
     offset, scale = get(basis, B_OFFSET) + 4 * head * dense, get(basis, B_SCALE) + 4 * head * dense
     step = load_f32(get(basis, B_STEP) + 4 * head)
@@ -419,35 +421,12 @@ def _best_shares(call, head):
                 store8(scores + 4 * i, larger(share, load8(scores + 4 * i)))
 
 
-@njit(forceinline=True)
-def _sortable(x):
-    """An fp32's bits as an integer of 0..2**32 that sorts as it does."""
-    return (x ^ ((x >> 31) & 0x7FFFFFFF)) + 2147483648
-
-
 @njit
 def _choose(call, head, scratch):
     blocks, k = get(call, A_NUM_BLOCKS), get(call, A_CHOSEN_COUNT)
-    shares = get(call, A_SCORES) + 4 * head * get(call, A_GROUP) * get(call, A_SCORES_WIDTH)
-    # Radix selection: eleven bits at a time, from the top, of those that share the bits before.
-    left, prefix, known = k, 0, 0
-    for bits in (11, 11, 10):
-        rest = 32 - known - bits
-        bins = 1 << bits
-        for i in range(bins):
-            store_i32(scratch + 4 * i, 0)
-        for block in range(blocks):
-            key = _sortable(load_i32(shares + 4 * block))
-            if known == 0 or key >> (32 - known) == prefix:
-                at = scratch + 4 * ((key >> rest) & (bins - 1))
-                store_i32(at, load_i32(at) + 1)
-        digit = bins - 1
-        while load_i32(scratch + 4 * digit) < left:
-            left -= load_i32(scratch + 4 * digit)
-            digit -= 1
-        prefix = (prefix << bits) | digit
-        known += bits
-    # All above the k-th, and the first `left` that equal it.
+    keys = get(call, A_SCORES) + 4 * head * get(call, A_GROUP) * get(call, A_SCORES_WIDTH)
+    to_keys(keys, blocks)
+    kth, ties = kth_largest(keys, blocks, k, scratch)
     chosen, starts = get(call, A_CHOSEN) + 4 * head * k, get(call, A_CHOSEN_STARTS)
     selected = 0
     for i in range(get(call, A_NUM_SOURCES)):
@@ -461,13 +440,8 @@ def _choose(call, head, scratch):
             continue
         store_i32(starts + 4 * get(source, C_SELECTED), count)
         first = get(source, C_FIRST_BLOCK)
-        for block in range(first, first + get(source, C_BLOCKS)):
-            key = _sortable(load_i32(shares + 4 * block))
-            take = key > prefix or (key == prefix and left > 0)
-            left -= key == prefix and take
-            if count < k:
-                store_i32(chosen + 4 * count, block - first)
-            count += take
+        taken, ties = take(keys, first, first + get(source, C_BLOCKS), kth, ties, chosen + 4 * count)
+        count += taken
     store_i32(starts + 4 * selected, count)
 
 

@@ -388,6 +388,22 @@ def at_least(b, p, threshold):
     return b.zext(b.bitcast(inside, _I8), _I64)
 
 
+@_op(_i64, _i64, _i64, _i64)
+def same_prefix(b, p, shift, prefix):
+    """Which of the eight int32 at an address are `prefix` without their lowest `shift` bits, as bits."""
+    shifted = b.ashr(_load(b, p, _I32X8), _splat(b, b.trunc(shift, _I32)))
+    same = b.icmp_signed("==", shifted, _splat(b, b.trunc(prefix, _I32)))
+    return b.zext(b.bitcast(same, _I8), _I64)
+
+
+@_op(types.void, _i64)
+def order(b, p):
+    """Turns the eight fp32 at an address into int32 that sort as they do."""
+    bits = _load(b, p, _I32X8)
+    magnitude = b.and_(b.ashr(bits, _const([31] * 8)), _const([0x7FFFFFFF] * 8))
+    b.store(b.xor(bits, magnitude), b.inttoptr(p, _I32X8.as_pointer()), align=1)
+
+
 def _ranks_at(b, p):
     return _load(b, p, _I32X8)
 

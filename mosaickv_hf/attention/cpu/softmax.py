@@ -28,6 +28,7 @@ from .fields import (
     B_N8,
     B_OFFSET,
     B_ROTATION,
+    B_ROTATION_SCALE,
     B_ROTATION_STRIDE,
     B_SCALE,
     B_STEP,
@@ -54,7 +55,7 @@ from .simd import (
     keep_lanes,
     larger,
     load8,
-    load8_f16,
+    load8_i8,
     load_f32,
     load_i32,
     load_i64,
@@ -349,17 +350,20 @@ def _add_back(basis, head, collected, weight, plain, output):
         for d in range(head_dim):
             store_f32(output + 4 * d, load_f32(output + 4 * d) + load_f32(plain + 4 * d))
         return
-    stride = 2 * get(basis, B_ROTATION_STRIDE)
+    stride = get(basis, B_ROTATION_STRIDE)
     rotation = get(basis, B_ROTATION) + head * head_dim * stride
+    units = get(basis, B_ROTATION_SCALE) + 4 * head * stride
+    for c in range(0, head_dim, 8):
+        store8(plain + 4 * c, mul(load8(plain + 4 * c), load8(units + 4 * c)))
     for d in range(head_dim):
         a, b = splat(0.0), splat(0.0)
         c = 0
         while c + 16 <= head_dim:
-            a = fma(load8(plain + 4 * c), load8_f16(rotation + 2 * c), a)
-            b = fma(load8(plain + 4 * c + 32), load8_f16(rotation + 2 * c + 16), b)
+            a = fma(load8(plain + 4 * c), load8_i8(rotation + c), a)
+            b = fma(load8(plain + 4 * c + 32), load8_i8(rotation + c + 8), b)
             c += 16
         for rest in range(c, head_dim, 8):
-            a = fma(load8(plain + 4 * rest), load8_f16(rotation + 2 * rest), a)
+            a = fma(load8(plain + 4 * rest), load8_i8(rotation + rest), a)
         store_f32(output + 4 * d, load_f32(output + 4 * d) + total(add(a, b)))
         rotation += stride
 
