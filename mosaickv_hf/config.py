@@ -62,8 +62,9 @@ class MosaicKVConfig:
             is one; a prompt that arrives in chunks is collected raw until it has this many.
         min_length (`int`): sequences shorter than this stay raw.
         reorganize (`str`): what becomes of the segments that generated tokens make. They are packed with the bases of
-            the segment before and kept raw until theirs closes; then it is packed anew if that pays. `"async"` does
-            so in a background thread, `"sync"` in place with the same results, `"off"` not at all.
+            the segment before; beside that they are kept raw until their segment closes, which is then packed anew if
+            that pays. `"async"` does so in a background thread, `"sync"` in place with the same results, `"off"` not
+            at all, and keeps nothing raw. It pays for segments of some thousand tokens (`docs/decisions.md`).
         reorganizer_threads (`int`): threads that the work in the background may take.
         reorganize_lag (`int`): tokens from the closing of a segment until its new form takes its place.
         open_segment_length (`int`): tokens at which a segment of generated tokens closes: the most that are kept raw
@@ -107,7 +108,7 @@ class MosaicKVConfig:
     segment_length: int = 65536
     min_segment_length: int = 4096
     min_length: int = 512
-    reorganize: str = "async"
+    reorganize: str = "off"
     reorganizer_threads: int = 1
     reorganize_lag: int = 64
     open_segment_length: int = 512
@@ -240,6 +241,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "value_int4_channels": 0,
         "block_index": "mean",
         "min_attended_tokens": 0,
+        "reorganize": "async",
     },
     "lossless": {
         "selection": "top_r",
@@ -254,9 +256,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "raw_bits": "native",
         "rotate": False,
         "token_ratio": 1.0,
-        "reorganize": "off",
     },
-    "raw": {"raw_bits": "native", "min_length": 1 << 62, "reorganize": "off"},
+    "raw": {"raw_bits": "native", "min_length": 1 << 62},
 }
 
 

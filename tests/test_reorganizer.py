@@ -35,6 +35,7 @@ CONFIG = MosaicKVConfig(
     reorganize_lag=8,
     key_step=0.1,
     value_step=0.1,
+    reorganize="async",
 )
 SYNC = dataclasses.replace(CONFIG, reorganize="sync")
 

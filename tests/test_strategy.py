@@ -139,9 +139,7 @@ def llama():
     return make(copy.deepcopy(config)).eval()
 
 
-SMALL = dict(
-    min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_int8_channels=4, reorganize="off"
-)
+SMALL = dict(min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_int8_channels=4)
 
 
 def steps(cache):
