@@ -1,11 +1,13 @@
 """`MosaicKVCache`: what a user passes to `generate(past_key_values=...)`."""
 
 import copy
+import os
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from . import saving
 from .config import MosaicKVConfig
 from .layer import MosaicKVLayer
 from .reorganizer import Reorganizer
@@ -44,7 +46,7 @@ class MosaicKVCache(Cache):
         if not isinstance(compression, MosaicKVConfig):
             compression = MosaicKVConfig.preset("default" if compression is None else compression)
         self.compression = compression
-        self._reorganizer = Reorganizer(compression.reorganizer_threads, compression.reorganize == "async")
+        self._reorganizer = _reorganizer(compression)
         if config is None:
             super().__init__(layer_class_to_replicate=_LayerFactory(compression, self._reorganizer))
         else:
@@ -118,12 +120,71 @@ class MosaicKVCache(Cache):
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        model: PreTrainedModel | PreTrainedConfig | None = None,
+        input_ids: torch.Tensor | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Writes the cache into a folder, for `from_pretrained`. A cache that is there already stays until it is done.
+
+        Args:
+            save_directory: is made if it is not there.
+            model (*optional*): whose K and V these are; then `from_pretrained` can tell another model.
+            input_ids (*optional*): the tokens, so that `from_pretrained` can tell others.
+            max_shard_size: bytes of a file, or text such as `"5GB"`.
+
+        Raises:
+            ValueError: a layer is not one of ours (sliding windows, linear attention).
+        """
+        saving.save(
+            self.layers,
+            self.compression,
+            save_directory,
+            model=model,
+            input_ids=input_ids,
+            max_shard_size=max_shard_size,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        save_directory: str | os.PathLike,
+        *,
+        device: torch.device | str | None = None,
+        model: PreTrainedModel | PreTrainedConfig | None = None,
+        input_ids: torch.Tensor | None = None,
+    ) -> "MosaicKVCache":
+        """Reads a cache that `save_pretrained` wrote; decoding goes on as it would have.
+
+        Args:
+            device: where its tensors shall be; the CPU if not given.
+            model, input_ids (*optional*): are compared with those it was saved with, if any.
+
+        Raises:
+            OSError: there is no such cache, or a file of it is missing.
+            ValueError: a file is damaged or is something else, or the model or tokens are others.
+        """
+        compression, layers, reorganizer = saving.load(
+            save_directory, device=device, model=model, input_ids=input_ids, make_reorganizer=_reorganizer
+        )
+        result = cls(compression)
+        result.layers, result._reorganizer = layers, reorganizer
+        result.layer_class_to_replicate = None if layers else result.layer_class_to_replicate
+        return result
+
     def stats(self) -> CacheStats:
         """What the cache holds now: tokens, measured bytes by kind, segments, dense materializations."""
         return collect(self.layers, self._reorganizer)
 
     def _mosaic_layers(self) -> list[MosaicKVLayer]:
         return [layer for layer in self.layers if isinstance(layer, MosaicKVLayer)]
+
+
+def _reorganizer(compression: MosaicKVConfig) -> Reorganizer:
+    return Reorganizer(compression.reorganizer_threads, background=compression.reorganize == "async")
 
 
 class _LayerFactory:

@@ -193,8 +193,9 @@ class MosaicKVConfig:
 
         `default` is our best accuracy at four to five times below bf16. `paper` is arXiv 2607.00760 as published:
         25 % of the channels per vector as bf16, a bit per channel, block means, 10 % of the tokens, blocks of 8,
-        64K segments, generated ones reorganized in the background. `lossless` keeps every element in the model's dtype, unrotated, through the same packed path.
-        `raw` packs nothing: a prompt in it serves several configs through `MosaicKVCache.from_cache`.
+        64K segments, generated ones reorganized in the background. `lossless` keeps every element in the model's
+        dtype, unrotated, through the same packed path. `raw` packs nothing: a prompt in it serves several configs
+        through `MosaicKVCache.from_cache`.
         """
         if not isinstance(name, str) or name not in _PRESETS:
             raise _error("compression", name, f"a MosaicKVConfig or one of {', '.join(map(repr, _PRESETS))}")

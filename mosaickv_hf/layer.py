@@ -32,6 +32,8 @@ class MosaicKVLayer(CacheLayerMixin):
     Attributes:
         rows: one `SequenceStore` per batch row. Rows with the same past share its segments.
         starts: per row, the position of its first real token; None while it has none.
+        stored_length: tokens in the rows, padding included; those of an `update` join them when they are attended to.
+        raw_dtype: of tokens that are not packed.
         queries: `[batch_size, num_kv_heads, group, query_window, head_dim]`, the newest queries, multiplied by the
             softmax scale; None if there are none, or if they serve nothing any more.
         reorganizer: does the work on closed segments; shared by the layers of a cache.
@@ -55,21 +57,27 @@ class MosaicKVLayer(CacheLayerMixin):
         self.starts: list[int | None] = []
         self.materializations = 0
         self.swaps = 0
-        self._stored_length = 0
+        self.stored_length = 0
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.queries: torch.Tensor | None = None
 
     # What a forward pass calls
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.config.dense_channels("key", key_states.shape[-1])
-        self.config.dense_channels("value", value_states.shape[-1])
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._raw_dtype = torch.bfloat16 if self.config.raw_bits == 16 and self.dtype.itemsize > 2 else self.dtype
-        self.num_key_value_heads = key_states.shape[1]
-        self.key_head_dim, self.value_head_dim = key_states.shape[-1], value_states.shape[-1]
-        self.rows = [SequenceStore() for _ in range(key_states.shape[0])]
-        self.starts = [None] * key_states.shape[0]
+        batch, heads, _, key_head_dim = key_states.shape
+        self._initialize(key_states.dtype, key_states.device, heads, key_head_dim, value_states.shape[-1])
+        self.rows = [SequenceStore() for _ in range(batch)]
+        self.starts = [None] * batch
+
+    def _initialize(
+        self, dtype: torch.dtype, device: torch.device, heads: int, key_head_dim: int, value_head_dim: int
+    ) -> None:
+        self.config.dense_channels("key", key_head_dim)
+        self.config.dense_channels("value", value_head_dim)
+        self.dtype, self.device = dtype, device
+        self.raw_dtype = torch.bfloat16 if self.config.raw_bits == 16 and dtype.itemsize > 2 else dtype
+        self.num_key_value_heads = heads
+        self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
@@ -93,7 +101,7 @@ class MosaicKVLayer(CacheLayerMixin):
         # A long chunk may be followed by more of the prompt; a short one is a decode step or draft tokens.
         self._pack_ripe(prompt=n > self.config.recent_window)
         self._pending = (key_states.detach(), value_states.detach())
-        first = (key_states, value_states) if self._stored_length == 0 else None
+        first = (key_states, value_states) if self.stored_length == 0 else None
         return Handle(self, "key", n, first), Handle(self, "value", n, first)
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, num_queries: int) -> torch.Tensor:
@@ -146,7 +154,7 @@ class MosaicKVLayer(CacheLayerMixin):
         """
         if self._pending is None:
             return
-        keys, values = (states.to(self._raw_dtype) for states in self._pending)
+        keys, values = (states.to(self.raw_dtype) for states in self._pending)
         n = keys.shape[2]
         first_real = self._first_real(mask, n)
         for row, sequence in enumerate(self.rows):
@@ -154,17 +162,17 @@ class MosaicKVLayer(CacheLayerMixin):
             if self.starts[row] is None:
                 skip = first_real[row]
                 if skip < n:
-                    self.starts[row] = self._stored_length + skip
+                    self.starts[row] = self.stored_length + skip
             if skip < n:
                 sequence.buffer.append(keys[row, :, skip:], values[row, :, skip:])
-        self._stored_length += n
+        self.stored_length += n
         self._pending = None
 
     def materialize(self, kind: str) -> torch.Tensor:
         """Dense `[batch_size, num_kv_heads, length, head_dim]` K (`"key"`) or V, zero at padding."""
         self.settle()
         head_dim = self.key_head_dim if kind == "key" else self.value_head_dim
-        shape = (len(self.rows), self.num_key_value_heads, self._stored_length, head_dim)
+        shape = (len(self.rows), self.num_key_value_heads, self.stored_length, head_dim)
         dense = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for row, sequence in enumerate(self.rows):
             place = self.starts[row] or 0
@@ -177,7 +185,7 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Logical length: tokens seen, padding included."""
-        return self._stored_length + (0 if self._pending is None else self._pending[0].shape[2])
+        return self.stored_length + (0 if self._pending is None else self._pending[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if isinstance(query_length, torch.Tensor):  # `cache_position` in older Transformers
@@ -204,7 +212,7 @@ class MosaicKVLayer(CacheLayerMixin):
         if count == 0 or not self.is_initialized:
             return
         self.settle()
-        self._stored_length -= count
+        self.stored_length -= count
         if self.queries is not None:
             self.queries = self.queries[..., :-count, :] if count < self.queries.shape[3] else None
         for row, sequence in enumerate(self.rows):
@@ -272,16 +280,31 @@ class MosaicKVLayer(CacheLayerMixin):
         self.queries = None if queries is None else queries[..., -self.config.query_window :, :]
         for row, (sequence, start) in enumerate(zip(self.rows, starts)):
             if start is not None:
-                real = (states[row, :, start:].detach().to(self._raw_dtype) for states in (keys, values))
+                real = (states[row, :, start:].detach().to(self.raw_dtype) for states in (keys, values))
                 sequence.buffer.append(*real)
-        self._stored_length = keys.shape[2]
+        self.stored_length = keys.shape[2]
         self._pack_ripe(prompt=True)
         self._pack_ripe(prompt=False)
+
+    def restore(
+        self,
+        rows: list[SequenceStore],
+        starts: list[int | None],
+        stored_length: int,
+        queries: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_key_value_heads: int,
+        head_dims: tuple[int, int],
+    ) -> None:
+        """Makes an empty layer what another one was, whose attributes these are; the head_dims are K's and V's."""
+        self._initialize(dtype, device, num_key_value_heads, *head_dims)
+        self.rows, self.starts, self.stored_length, self.queries = rows, starts, stored_length, queries
 
     def _observe(self, grouped: torch.Tensor, scale: float) -> None:
         """Keeps the newest queries while they may serve a segment; `[batch_size, num_kv_heads, group, n, head_dim]`."""
         if self._wants_queries(prompt=grouped.shape[3] > self.config.recent_window):
-            newest = (grouped[..., -self.config.query_window :, :] * scale).to(self._raw_dtype)
+            newest = (grouped[..., -self.config.query_window :, :] * scale).to(self.raw_dtype)
             if self.queries is not None:
                 newest = torch.cat([self.queries, newest], dim=3)[..., -self.config.query_window :, :]
             self.queries = newest
@@ -318,14 +341,14 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def _causal_mask(self, n: int) -> torch.Tensor:
         """bool `[1, 1, 1, n, length]` for the newest n tokens, where no mask came with them."""
-        positions = torch.arange(self._stored_length, device=self.device)
+        positions = torch.arange(self.stored_length, device=self.device)
         return (positions <= positions[-n:, None])[None, None, None]
 
     def _first_real(self, mask: torch.Tensor | None, n: int) -> list[int]:
         """Per row, which of the n newest tokens is its first real one (n: none), from what tokens see themselves."""
         if mask is None or all(start is not None for start in self.starts):
             return [0] * len(self.rows)
-        newest = mask[:, 0, 0, :, self._stored_length :]
+        newest = mask[:, 0, 0, :, self.stored_length :]
         own = newest.diagonal(dim1=-2, dim2=-1) if newest.shape[1] == n else newest[:, 0]
         visible = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
         first = torch.where(visible.any(-1), visible.to(torch.uint8).argmax(-1), n)

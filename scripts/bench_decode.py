@@ -364,7 +364,7 @@ def filled_cache(job: Job, model, batch: int, context: int) -> Cache:
     for layer in cache.layers[1:]:
         layer.lazy_initialization(*states)
         layer.rows, layer.starts = pickle.loads(packed), [0] * batch
-        layer._stored_length = context
+        layer.stored_length = context
     return cache
 
 

@@ -125,6 +125,14 @@ def _codes(elements: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
     return codes | (elements < 0).int() << (bits - 1)
 
 
+def row_units(bitmap: torch.Tensor, bits: tuple[int, ...], group_size: int) -> torch.Tensor:
+    """`[num_kv_heads, rows]` int64: units of `PackedStates.values` that each row takes, from `PackedStates.bitmap`."""
+    kept = bitmap.new_zeros(bitmap.shape[:2], dtype=torch.int64)
+    for bit in range(8):
+        kept += (bitmap >> bit & 1).sum(-1)
+    return _units(kept * group_size, bits)
+
+
 def unpack_blocks(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
     """`[num_kv_heads, num_chosen * block_size, head_dim]` fp32, in the basis' channels: the rows of some blocks.
 
