@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
+
+from . import hub
 
 _SELECTIONS = ("top_r", "threshold")
 _INDEXES = ("principal", "mean")
@@ -228,6 +231,35 @@ class MosaicKVConfig:
         if not isinstance(fields, dict):
             raise ValueError(f"a MosaicKVConfig in JSON is an object, got {type(fields).__name__}")
         return cls.from_dict(fields)
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        """Writes `mosaickv_config.json` into a folder."""
+        hub.write_config(self.to_json(), save_directory)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **download) -> "MosaicKVConfig":
+        """Reads what `save_pretrained` or `push_to_hub` wrote.
+
+        Args:
+            pretrained_model_name_or_path: a folder or a Hub repository.
+            download: arguments of `huggingface_hub.hf_hub_download`, such as `revision` and `token`.
+
+        Raises:
+            OSError: there is no such folder or repository, or no config in it.
+            ValueError: the file is no config.
+        """
+        return cls.from_json(hub.read_config(pretrained_model_name_or_path, **download))
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "MosaicKV config",
+    ) -> str:
+        """Uploads `mosaickv_config.json` to a Hub repository, made if it is not there; returns the commit's address."""
+        return hub.push_config(self.to_json(), repo_id, private=private, token=token, message=commit_message)
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
