@@ -1,6 +1,6 @@
 """Which kernels serve a device: the compiled ones where there are some, else plain torch."""
 
-import importlib.util
+import importlib
 import logging
 from functools import cache
 
@@ -13,7 +13,11 @@ _logger = logging.getLogger(__name__)
 
 @cache
 def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
+    try:
+        importlib.import_module("numba")
+    except ImportError:
+        return False
+    return True
 
 
 @cache
