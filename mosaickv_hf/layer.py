@@ -27,7 +27,7 @@ class MosaicKVLayer(CacheLayerMixin):
 
     `update` stores nothing yet and returns handles: the call that attends to them sees the mask, which tells where
     each row's first real token is. Then the new tokens join their rows, without padding, and what is old enough is
-    packed.
+    packed. A compiled model breaks its graph around these calls.
 
     Attributes:
         rows: one `SequenceStore` per batch row. Rows with the same past share its segments.
@@ -80,6 +80,7 @@ class MosaicKVLayer(CacheLayerMixin):
         self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
         self.is_initialized = True
 
+    @torch.compiler.disable
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
         """Takes the new tokens' K and V, returns handles on all tokens' K and V.
 
@@ -104,6 +105,7 @@ class MosaicKVLayer(CacheLayerMixin):
         first = (key_states, value_states) if self.stored_length == 0 else None
         return Handle(self, "key", n, first), Handle(self, "value", n, first)
 
+    @torch.compiler.disable
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, num_queries: int) -> torch.Tensor:
         """Attention of the newest tokens' queries to every token, packed and raw.
 
@@ -134,6 +136,7 @@ class MosaicKVLayer(CacheLayerMixin):
         self._pack_after(num_queries)
         return output
 
+    @torch.compiler.disable
     def finish_prompt(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, num_queries: int) -> None:
         """Stores the first call's tokens, which were attended to as they are, and packs what is due.
 
@@ -168,6 +171,7 @@ class MosaicKVLayer(CacheLayerMixin):
         self.stored_length += n
         self._pending = None
 
+    @torch.compiler.disable
     def materialize(self, kind: str) -> torch.Tensor:
         """Dense `[batch_size, num_kv_heads, length, head_dim]` K (`"key"`) or V, zero at padding."""
         self.settle()
