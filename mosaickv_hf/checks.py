@@ -29,7 +29,8 @@ def check_layer(layer: MosaicKVLayer, name: str) -> None:
     if layer.queries is not None:
         shape = layer.queries.shape
         whole = len(shape) == 5 and shape[:2] == (len(layer.rows), layer.num_key_value_heads) and shape[4] == dims[0]
-        _expect(whole and shape[3] <= layer.config.query_window, name, "queries")
+        _expect(whole and shape[2] > 0 and shape[3] <= layer.config.query_window, name, "queries")
+        _expect(layer.queries.dtype == layer.raw_dtype, name, "dtype of queries")
 
 
 def _check_row(row: SequenceStore, layer: MosaicKVLayer, where: str, seen: set[int]) -> None:
@@ -40,20 +41,21 @@ def _check_row(row: SequenceStore, layer: MosaicKVLayer, where: str, seen: set[i
         for part, head_dim in ((keys, layer.key_head_dim), (values, layer.value_head_dim)):
             fits = part.shape == (layer.num_key_value_heads, keys.shape[1], head_dim) and part.dtype == layer.raw_dtype
             _expect(fits, where, "raw tokens")
-    _expect(bool(row.buffer.tensors()) == (row.length > 0), where, "buffer")
+    _expect(bool(row.buffer.tensors()) >= (row.length > 0), where, "buffer")
     _expect((row.sinks is None) <= (not row.segments), where, "sinks")
     outcomes = [closed.ticket.outcome for closed in row.closed]
     for segment in (*row.segments, *outcomes):
         if id(segment) not in seen:
             check_segment(segment, layer, where)
             seen.add(id(segment))
+    _expect(len({id(closed.provisional) for closed in row.closed}) == len(row.closed), where, "closed segments")
     for closed, outcome in zip(row.closed, outcomes):
         known = closed.provisional in row.segments and outcome.length == closed.provisional.length
         _expect(known and _is_count(closed.due), where, "closed segments")
     if row.open is not None:
         last = row.segments[-1] if row.segments else None
         fits = last is not None and row.open.bases == (last.keys.basis, last.values.basis)
-        fits = fits and row.open.length == last.length == last.num_blocks * last.block_size
+        fits = fits and row.open.length == last.length == last.keys.num_blocks * last.block_size
         fits = fits and sum(keys.shape[1] for keys, _ in row.open.raw) in (0, row.open.length)
         _expect(fits, where, "open segment")
 
@@ -89,7 +91,9 @@ def _check_states(
     heads, blocks, head_dim = sizes
     num_int8, num_int4 = config.dense_channels(kind, head_dim)
     size = config.block_size
-    _expect((states.head_dim, states.group_size) == (head_dim, config.group_size), where, "head_dim or group_size")
+    counts = _is_count(states.head_dim) and _is_count(states.group_size)
+    fits = counts and (states.head_dim, states.group_size) == (head_dim, config.group_size)
+    _expect(fits, where, "head_dim or group_size")
     _check_basis(states.basis, heads, head_dim, num_int8 + num_int4, config, where)
     groups = (head_dim - num_int8 - num_int4) // config.group_size
     for name, shape, dtype in (
@@ -111,6 +115,7 @@ def _check_states(
 
 
 def _check_basis(basis: Basis, heads: int, head_dim: int, dense: int, config: MosaicKVConfig, where: str) -> None:
+    _expect(all(_is_count(bits) for bits in basis.bits), where, "bits")
     quantized = len(basis.bits) == heads and all(bits in (2, 4, 8) for bits in basis.bits)
     plain = basis.bits in ((16,) * heads, (32,) * heads)
     _expect(quantized or (plain and config.selection == "top_r"), where, "bits")

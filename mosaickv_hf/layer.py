@@ -421,4 +421,5 @@ def _dense_parts(sequence: SequenceStore, kind: str) -> Iterator[torch.Tensor]:
         packed = segment.keys if kind == "key" else segment.values
         blocks = torch.arange(segment.num_blocks, device=packed.bitmap.device).expand(packed.bitmap.shape[0], -1)
         yield packed.basis.rotate_back(unpack_blocks(packed, blocks))[:, : segment.length]
-    yield sequence.buffer.states()[which]
+    if sequence.buffer.length:
+        yield sequence.buffer.states()[which]

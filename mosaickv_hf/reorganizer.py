@@ -117,6 +117,16 @@ class Reorganizer:
         Raises:
             BaseException: what the work raises here.
         """
+        if ticket.done:
+            return ticket.outcome
+        begin = time.perf_counter()
+        outcome = self.finish(ticket)
+        self.waits += 1
+        self.wait_seconds += time.perf_counter() - begin
+        return outcome
+
+    def finish(self, ticket: Ticket[T]) -> T:
+        """The work's result before it is due, otherwise as `result`."""
         if ticket.error is not None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -124,11 +134,7 @@ class Reorganizer:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if not ticket.done:
-            begin = time.perf_counter()
-            ticket.run()
-            self.waits += 1
-            self.wait_seconds += time.perf_counter() - begin
+        ticket.run()
         return ticket.outcome
 
     def close(self) -> None:

@@ -46,30 +46,35 @@ def save(
     written = [writer.layer(layer, i) for i, layer in enumerate(layers)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    older = {path.name for path in folder.glob("mosaickv_cache-*.safetensors")}
+    older = _files_of(folder / INDEX)
     pattern = f"mosaickv_cache-{secrets.token_hex(4)}{{suffix}}.safetensors"
     split = split_torch_state_dict_into_shards(writer.tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
-    files = {}
-    for name, tensors in split.filename_to_tensors.items():
-        save_file({tensor: writer.tensors[tensor] for tensor in tensors}, folder / name)
-        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _file_digest(folder / name)}
-    index = {
-        "format": FORMAT,
-        "version": VERSION,
-        "compression": compression.to_dict(),
-        "model": None if model is None else fingerprint(model),
-        "input_ids": None if input_ids is None else _tokens_digest(input_ids),
-        "files": files,
-        "bases": writer.bases,
-        "segments": writer.segments,
-        "layers": written,
-    }
     temporary = folder / f"{INDEX}.{os.getpid()}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump({**index, "sha256": _index_digest(index)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / INDEX)
+    try:
+        files = {}
+        for name, tensors in split.filename_to_tensors.items():
+            save_file({tensor: writer.tensors[tensor] for tensor in tensors}, folder / name)
+            files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _file_digest(folder / name)}
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "compression": compression.to_dict(),
+            "model": None if model is None else fingerprint(model),
+            "input_ids": None if input_ids is None else _tokens_digest(input_ids),
+            "files": files,
+            "bases": writer.bases,
+            "segments": writer.segments,
+            "layers": written,
+        }
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump({**index, "sha256": _index_digest(index)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / INDEX)
+    except BaseException:
+        for name in (temporary.name, *split.filename_to_tensors):
+            (folder / name).unlink(missing_ok=True)
+        raise
     for name in older:
         (folder / name).unlink(missing_ok=True)
 
@@ -88,17 +93,17 @@ def load(
     for name, given, digest in (("model", model, fingerprint), ("input_ids", input_ids, _tokens_digest)):
         if given is not None and index[name] is not None and digest(given) != index[name]:
             raise ValueError(f"`{name}` is not what the cache in {folder} was made with")
-    tensors: dict[str, torch.Tensor] = {}
-    for name, about in index["files"].items():
-        tensors |= _read_tensors(folder, name, about, device)
     try:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, about in index["files"].items():
+            tensors |= _read_tensors(folder, name, about, device)
         compression = MosaicKVConfig.from_dict(index["compression"])
         reorganizer = make_reorganizer(compression)
         reader = _Reader(index, tensors, compression, reorganizer)
         layers = [reader.layer(about, i) for i, about in enumerate(index["layers"])]
         for i, layer in enumerate(layers):
             check_layer(layer, f"layer {i}")
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder / INDEX} does not describe a cache: {error}") from error
     return compression, layers, reorganizer
 
@@ -106,9 +111,15 @@ def load(
 def fingerprint(model: PreTrainedModel | PreTrainedConfig) -> str:
     """Of what K and V depend on as far as the config tells it: a hash of its fields, less those that name versions."""
     config = getattr(model, "config", model).to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
-        config.pop(name, None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_telling(config), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _telling(fields):
+    """A config's fields without those that K and V do not depend on."""
+    if not isinstance(fields, dict):
+        return fields
+    other = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+    return {k: _telling(v) for k, v in fields.items() if k not in other and not str(k).endswith("_token_id")}
 
 
 def _tokens_digest(input_ids: torch.Tensor) -> str:
@@ -122,6 +133,14 @@ def _index_digest(index: dict[str, Any]) -> str:
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files_of(path: Path) -> list[str]:
+    """The files that an index names, if it is a whole one."""
+    try:
+        return [name for name in _read_index(path)["files"] if Path(name).name == name]
+    except (OSError, ValueError):
+        return []
 
 
 def _read_index(path: Path) -> dict[str, Any]:
@@ -191,7 +210,7 @@ class _Writer:
             "closed": [
                 {
                     "provisional": self._segment(closed.provisional),
-                    "outcome": self._segment(reorganizer.result(closed.ticket)),
+                    "outcome": self._segment(reorganizer.finish(closed.ticket)),
                     "due": closed.due,
                 }
                 for closed in row.closed

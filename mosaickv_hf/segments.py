@@ -38,6 +38,9 @@ class Basis:
     step: torch.Tensor
     bits: tuple[int, ...]
 
+    def __deepcopy__(self, memo) -> "Basis":
+        return self  # immutable
+
     def axes(self) -> torch.Tensor | None:
         """`[num_kv_heads, head_dim, head_dim]` fp32, columns are the channels; None without a rotation."""
         return None if self.rotation is None else self.rotation * self.rotation_scale[:, None]

@@ -50,7 +50,8 @@ class RawBuffer:
     def copy(self) -> "RawBuffer":
         """A buffer of its own with the same tokens."""
         other = RawBuffer()
-        other.append(*self.states())
+        if self._keys is not None:
+            other.append(*self.states())
         return other
 
     def tensors(self) -> list[torch.Tensor]:
@@ -135,34 +136,52 @@ class SequenceStore:
                 measure with what loss each head can be packed; None if they have not been seen.
             reorganizer: gets the segments that close; None leaves them as they are.
         """
-        if self.sinks is None:
-            self.sinks = tuple(states.clone() for states in self.buffer.take(config.sink_tokens))
-        keys, values = self.buffer.take(count)
-        if not self.segments or count >= config.min_segment_length:
+        first = config.sink_tokens if self.sinks is None else 0
+        raw = self.buffer.states()
+        sinks = tuple(states[:, :first].clone() for states in raw) if self.sinks is None else self.sinks
+        keys, values = (states[:, first : first + count] for states in raw)
+        # Nothing changes before all work is done: an error leaves the sequence as it was.
+        segments, closed, open_segment = list(self.segments), list(self.closed), None
+        if not segments or count >= config.min_segment_length:
             bases = fit_bases(_moments(keys), _moments(values), config, keys.dtype)
             if config.adapts_steps:
                 if queries is not None:
-                    bases = adapt_steps(bases, queries, self.sinks, (keys, values), self.buffer.states(), config)
+                    after = tuple(states[:, first + count :] for states in raw)
+                    bases = adapt_steps(bases, queries, sinks, (keys, values), after, config)
                 bases = choose_bits(bases, (keys, values), config)
-            self.open = None
-            self.segments.append(compress(keys, values, bases, config))
-            return
-        if self.open is None:
-            last = self.segments[-1]
-            self.open = OpenSegment((last.keys.basis, last.values.basis))
-        segment = compress(keys, values, self.open.bases, config)
-        # Tokens packed as they are generated join up, so that segments stay few.
-        if self.open.length:
-            self.segments[-1] = PackedSegment.join([self.segments[-1], segment])
+            new = compress(keys, values, bases, config)
+            if self.open is not None:
+                closed += self._close(self.open, segments[-1], config, queries, reorganizer)
+            segments.append(new)
         else:
-            self.segments.append(segment)
-        self.open.add((keys, values), config)
-        if self.open.is_full(config):
-            if reorganizer is not None and self.open.raw:
-                work = Repack(tuple(self.open.raw), self.segments[-1], queries, config)
-                due = self.length + config.reorganize_lag
-                self.closed.append(ClosedSegment(self.segments[-1], reorganizer.submit(work), due))
-            self.open = None
+            last = segments[-1]
+            open_segment = OpenSegment((last.keys.basis, last.values.basis)) if self.open is None else self.open.copy()
+            segment = compress(keys, values, open_segment.bases, config)
+            # Tokens packed as they are generated join up, so that segments stay few.
+            if open_segment.length:
+                segments[-1] = PackedSegment.join([last, segment])
+            else:
+                segments.append(segment)
+            open_segment.add((keys, values), config)
+            if open_segment.is_full(config):
+                closed += self._close(open_segment, segments[-1], config, queries, reorganizer)
+                open_segment = None
+        self.buffer.take(first + count)
+        self.sinks, self.segments, self.closed, self.open = sinks, segments, closed, open_segment
+
+    def _close(
+        self,
+        open_segment: OpenSegment,
+        segment: PackedSegment,
+        config: MosaicKVConfig,
+        queries: torch.Tensor | None,
+        reorganizer: Reorganizer | None,
+    ) -> list[ClosedSegment]:
+        """Hands a segment that closes to the reorganizer, if there is one and its tokens are still there."""
+        if reorganizer is None or not open_segment.raw:
+            return []
+        ticket = reorganizer.submit(Repack(tuple(open_segment.raw), segment, queries, config))
+        return [ClosedSegment(segment, ticket, self.length + config.reorganize_lag)]
 
     def swap(self, reorganizer: Reorganizer) -> list[PackedSegment]:
         """Puts what the reorganizer made of closed segments in their place, as far as it is due.
@@ -198,8 +217,8 @@ class SequenceStore:
                 self.segments.append(last.crop(count))
             count -= min(count, last.length)
         self.closed = [closed for closed in self.closed if closed.provisional in self.segments]
-        if count and self.sinks is not None:
-            # Fewer tokens than sinks are left: they go back to the buffer, as if no segment had ever been packed.
+        if self.sinks is not None and not self.segments:
+            # At most the sinks are left: they go back to the buffer, as if no segment had ever been packed.
             self.buffer.append(*(states[:, : states.shape[1] - count] for states in self.sinks))
             self.sinks = None
 

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, DynamicCache, MistralConfig, Mistra
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
+from mosaickv_hf.layer import MosaicKVLayer
 
 SMALL = dict(min_length=16, min_segment_length=48, recent_window=9, buffer_tokens=8, sink_tokens=3)
 CONFIG = dataclasses.replace(MosaicKVConfig.preset("default"), **SMALL, min_attended_tokens=32)
@@ -265,3 +266,43 @@ def test_memory_goes_with_the_cache():
     gc.collect()
     assert twin.layers[0].rows[0].segments[0] is segment
     assert sum(isinstance(x, type(segment)) for x in gc.get_objects()) == len(twin.layers[0].rows[0].segments)
+
+
+def test_a_row_without_a_token_takes_part():
+    """As in a batch whose first chunk is padding for one row; then beams."""
+    cache = MosaicKVCache(CONFIG)
+    cache.update(*states(1, batch=2), 0)
+    cache.reset()
+    layer = cache.layers[0]
+    layer.fill(torch.randn(2, 2, 90, 64), torch.randn(2, 2, 90, 64), [0, None])
+    cache.batch_repeat_interleave(2)
+    dense = layer.materialize("key")
+    assert dense.shape == (4, 2, 90, 64) and not dense[2:].any() and torch.equal(dense[0], dense[1])
+    assert copy.deepcopy(cache).get_seq_length() == 90
+
+
+def test_after_a_crop_to_the_sinks_nothing_is_left_of_the_segments():
+    cache = MosaicKVCache(dataclasses.replace(CONFIG, **SMALL))
+    step(cache, 200)
+    step(cache, 1)
+    row = cache.layers[0].rows[0]
+    assert row.segments
+    cache.crop(row.sinks[0].shape[1] - 201)
+    assert row.sinks is None and not row.segments and row.length == cache.get_seq_length()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_changes_nothing(dtype):
+    outputs = []
+    for default in (torch.float32, dtype):
+        torch.manual_seed(0)
+        states = torch.randn(4, 1, 2, 201, 64, dtype=torch.float32)
+        torch.set_default_dtype(default)
+        try:
+            layer = MosaicKVLayer(dataclasses.replace(CONFIG, **SMALL))
+            layer.fill(states[0, ..., :200, :], states[1, ..., :200, :], [0])
+            layer.update(states[0, ..., 200:, :], states[1, ..., 200:, :])
+            outputs.append(layer.attend(states[2, ..., :1, :], None, 0.125, 1))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*outputs)

@@ -220,6 +220,44 @@ def test_reset_in_mid_work(mid_work):
     assert torch.equal(feed(layer, 150).materialize("key"), fresh.materialize("key"))
 
 
+def test_an_error_while_packing_loses_no_token(monkeypatch):
+    """Whatever packing raises, the row is as it was, and packs when it is asked again."""
+    sequence, reference = SequenceStore(), SequenceStore()
+    torch.manual_seed(0)
+    states = torch.randn(2, 2, 200, 16)
+    compress = SequenceStore.pack.__globals__["compress"]
+
+    def fails(*args):
+        raise MemoryError
+
+    for first, end in ((0, 70), (70, 100), (100, 140)):
+        for one in (sequence, reference):
+            one.buffer.append(*states[:, :, first:end])
+        due = sequence.ripe(SYNC, prompt=False)
+        assert due
+        monkeypatch.setattr("mosaickv_hf.sequence.compress", fails)
+        before = contents(sequence)
+        with pytest.raises(MemoryError):
+            sequence.pack(due, SYNC)
+        assert sequence.length == end
+        assert all(torch.equal(a, b) for a, b in zip(contents(sequence), before, strict=True))
+        monkeypatch.setattr("mosaickv_hf.sequence.compress", compress)
+        for one in (sequence, reference):
+            one.pack(due, SYNC)
+    assert all(torch.equal(a, b) for a, b in zip(contents(sequence), contents(reference), strict=True))
+
+
+def test_a_long_prompt_closes_the_open_segment():
+    sequence, reorganizer = SequenceStore(), Reorganizer(background=False)
+    torch.manual_seed(0)
+    states = torch.randn(2, 2, 300, 16)
+    for first, end, count in ((0, 70, 56), (70, 100, 16), (100, 200, 96)):
+        sequence.buffer.append(*states[:, :, first:end])
+        sequence.pack(count, SYNC, None, reorganizer)
+        assert (sequence.open is not None) == (count == 16)
+    assert [closed.provisional for closed in sequence.closed] == [sequence.segments[1]]
+
+
 def test_pickling_is_refused():
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(MosaicKVCache(CONFIG))

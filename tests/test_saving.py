@@ -216,6 +216,11 @@ LIES = {
     "unknown basis": set_at("segments", 0, "keys", "basis", to=-1),
     "other bits": set_at("bases", 0, "bits", to=[2, 2]),
     "odd bits": set_at("bases", 0, "bits", to=[3, 3]),
+    "bits that are no integers": lambda index: index["bases"][0].update(
+        bits=[float(b) for b in index["bases"][0]["bits"]]
+    ),
+    "queries of another shape": lambda index: index["layers"][0].update(queries=index["segments"][0]["keys"]["values"]),
+    "no files": lambda index: index.pop("files"),
     "group size": set_at("segments", 0, "keys", "group_size", to=4),
     "head_dim": set_at("segments", 0, "values", "head_dim", to=1024),
     "more heads": set_at("layers", 1, "num_key_value_heads", to=64),
@@ -285,3 +290,22 @@ def test_layers_that_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match="layer 0"):
         cache.save_pretrained(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 2, 50])
+def test_a_copy_and_a_cropped_cache_can_be_saved(llama, tmp_path, kept):
+    cache = MosaicKVCache(CONFIGS["default"])
+    begin(llama, cache)
+    copied = copy.deepcopy(cache)
+    assert copied.stats().bytes_by_kind["rotations"] == cache.stats().bytes_by_kind["rotations"]
+    copied.save_pretrained(tmp_path / "copy")
+    assert MosaicKVCache.from_pretrained(tmp_path / "copy").get_seq_length() == cache.get_seq_length()
+    copied.crop(kept - copied.get_seq_length())
+    copied.save_pretrained(tmp_path / "cropped")
+    assert MosaicKVCache.from_pretrained(tmp_path / "cropped").get_seq_length() == kept
+
+
+def test_special_tokens_do_not_make_another_model(saved, llama):
+    config = copy.deepcopy(llama.config)
+    config.pad_token_id = 77
+    assert MosaicKVCache.from_pretrained(saved[0], model=config).get_seq_length() == 109

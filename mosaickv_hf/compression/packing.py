@@ -22,7 +22,7 @@ def codebook(bits: int, group_size: int, device: torch.device | str = "cpu") -> 
     """`[2**bits]` fp32: the value in steps of each code: an int8; of 4 and 2 bits a magnitude with its sign on top."""
     if bits == 8:
         return torch.arange(256, device=device).to(torch.uint8).view(torch.int8).float()
-    magnitudes = torch.tensor(_MAGNITUDES[bits, group_size > 1], device=device)
+    magnitudes = torch.tensor(_MAGNITUDES[bits, group_size > 1], dtype=torch.float32, device=device)
     return torch.cat([magnitudes, -magnitudes])
 
 
@@ -159,11 +159,11 @@ def unpack_blocks(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
         place = (8 * starts[..., None] + rank * width)[kept]
         width = width.expand(kept.shape)[kept]
         codes = packed.values[place >> 3].int() >> (place & 7) & ((1 << width) - 1)
-        books = torch.zeros(heads, 256, device=device)
+        books = torch.zeros(heads, 256, dtype=torch.float32, device=device)
         for head, b in enumerate(bits):
             books[head, : 2**b] = codebook(b, packed.group_size, device)
         elements = books[at[:, None, None].expand(kept.shape)[kept], codes.long()]
-    tail = torch.zeros(kept.shape, device=device)
+    tail = torch.zeros(kept.shape, dtype=torch.float32, device=device)
     tail[kept] = elements
     tail = tail.flatten(1, 2) * packed.basis.step[:, None, None]
     return torch.cat([dense, tail], dim=-1)

@@ -22,8 +22,8 @@ class Moments:
 
     def __init__(self, num_heads: int, head_dim: int, device: torch.device | str = "cpu"):
         self.count = 0
-        self.total = torch.zeros(num_heads, head_dim, device=device)
-        self.products = torch.zeros(num_heads, head_dim, head_dim, device=device)
+        self.total = torch.zeros(num_heads, head_dim, dtype=torch.float32, device=device)
+        self.products = torch.zeros(num_heads, head_dim, head_dim, dtype=torch.float32, device=device)
 
     def add(self, states: torch.Tensor) -> "Moments":
         """Adds `[num_kv_heads, n, head_dim]` vectors of any float dtype; returns self."""

@@ -45,7 +45,8 @@ def adapt_steps(
     adapted = []
     errors = output_errors(bases, queries, before, packed, after)
     for kind, basis, error in zip(("key", "value"), bases, errors):
-        factors = (getattr(config, f"{kind}_loss") / error).sqrt()
+        # No error to speak of, as of values that are all zero: as coarse as may be.
+        factors = (getattr(config, f"{kind}_loss") / error).sqrt().nan_to_num(nan=torch.inf)
         fine = (kind == "key") & (factors < _EIGHT_BITS_FROM)
         bits = tuple(8 if wants else own for wants, own in zip(fine.tolist(), basis.bits))
         finest = torch.tensor([_FINEST[b] for b in bits], device=factors.device)

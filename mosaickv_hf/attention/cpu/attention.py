@@ -89,6 +89,11 @@ def _scratch_of(size: int) -> np.ndarray:
     return held
 
 
+def _empty(*shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Memory for kernels, whatever torch's default dtype and device are."""
+    return torch.empty(*shape, dtype=dtype, device="cpu")
+
+
 def attend(
     query: torch.Tensor, sequence: "SequenceStore", mask: torch.Tensor | None, config: MosaicKVConfig
 ) -> torch.Tensor:
@@ -121,7 +126,7 @@ def attend(
     call[f.A_KEY_BASES], call[f.A_NUM_KEY_BASES] = plan.key_bases.ctypes.data, len(plan.key_bases)
     call[f.A_VALUE_BASES], call[f.A_NUM_VALUE_BASES] = plan.value_bases.ctypes.data, len(plan.value_bases)
     width = 2 * f.whole(key_dim) + 24
-    prepared = torch.empty(len(plan.key_bases) * heads * rows * width)
+    prepared = _empty(len(plan.key_bases) * heads * rows * width)
     call[f.A_PREPARED], call[f.A_PREPARED_WIDTH] = prepared.data_ptr(), width
 
     if mask is not None:
@@ -145,9 +150,9 @@ def attend(
     if k < blocks:
         first, count = plan.first_segment, len(plan.segments)
         sources[first : first + count, f.C_SELECTED] = np.arange(count)
-        scores = torch.empty(heads * group * f.whole(blocks))
-        sums = torch.empty(len(plan.ranges) * heads * group * 2)
-        chosen = torch.empty(heads * (k + count + 1), dtype=torch.int32)
+        scores = _empty(heads * group * f.whole(blocks))
+        sums = _empty(len(plan.ranges) * heads * group * 2)
+        chosen = _empty(heads * (k + count + 1), dtype=torch.int32)
         call[f.A_SCORES : f.A_NUM_BLOCKS + 1] = scores.data_ptr(), f.whole(blocks), blocks
         call[f.A_RANGES : f.A_RANGE_SUMS + 1] = plan.ranges.ctypes.data, len(plan.ranges), sums.data_ptr()
         call[f.A_CHOSEN_COUNT : f.A_CHOSEN + 1] = k, chosen.data_ptr()
@@ -162,8 +167,8 @@ def attend(
         slots += [(place, part, most) for part in range(most)]
     slots = np.array(slots, dtype=np.int64)
     partial_width = chunk * (2 + plan.value_width)
-    partials = torch.empty(heads * chunks * len(slots) * partial_width)
-    output = torch.empty(heads, group, queries, value_dim)
+    partials = _empty(heads * chunks * len(slots) * partial_width)
+    output = _empty(heads, group, queries, value_dim)
     call[f.A_SLOTS : f.A_NUM_SLOTS + 1] = slots.ctypes.data, len(slots)
     call[f.A_PARTIALS : f.A_OUTPUT + 1] = partials.data_ptr(), partial_width, output.data_ptr()
     run(softmax.attend.address, call, threads)

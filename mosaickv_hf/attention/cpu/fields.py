@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...compression.packing import codebook
-from ...segments import PackedSegment, PackedStates
+from ...segments import Basis, PackedSegment, PackedStates
 
 # K or V of one source of tokens: packed states, or raw ones as they came.
 (
@@ -147,7 +147,7 @@ class SegmentFields(Fields):
         n8, n4 = states.dense8.shape[2], states.dense4.shape[2]
         table[S_N8], table[S_N4], table[S_DENSE_WIDTH] = n8, n4, whole(n8 + n4)
         table[S_WIDTH] = whole(n8 + n4) + whole(states.head_dim - n8 - n4)
-        table[S_KIND], table[S_BITS] = _KINDS[states.values.dtype], self.address(torch.tensor(states.basis.bits))
+        table[S_KIND], table[S_BITS] = _KINDS[states.values.dtype], self.address(_bits(states.basis))
         table[S_BLOCK_SIZE], table[S_NUM_BLOCKS] = states.block_size, states.num_blocks
         table[S_DENSE8], table[S_DENSE4] = self.address(states.dense8), self.address(states.dense4)
         table[S_BITMAP], table[S_BITMAP_BYTES] = self.address(states.bitmap), states.bitmap.shape[2]
@@ -163,10 +163,17 @@ class SegmentFields(Fields):
         n8, dense = states.dense8.shape[2], states.num_dense
         rotation = [0, 0]
         if basis.rotation is not None:
-            parts = (basis.rotation, basis.rotation_scale)
-            rotation = [self.address(torch.nn.functional.pad(part, (0, -head_dim % 8))) for part in parts]
+            # Padding copies, also by nothing.
+            parts = [basis.rotation, basis.rotation_scale]
+            if head_dim % 8:
+                parts = [torch.nn.functional.pad(part, (0, -head_dim % 8)) for part in parts]
+            rotation = [self.address(part) for part in parts]
         tensors = [self.address(t) for t in (basis.offset, basis.scale, basis.step)]
         return np.array([*rotation, whole(head_dim), *tensors, n8, dense, whole(dense), head_dim], dtype=np.int64)
+
+
+def _bits(basis: Basis) -> torch.Tensor:
+    return torch.tensor(basis.bits, dtype=torch.int64, device="cpu")
 
 
 _segments: weakref.WeakKeyDictionary[PackedSegment, SegmentFields] = weakref.WeakKeyDictionary()
@@ -200,7 +207,7 @@ class RawFields(Fields):
         table[C_LENGTH], table[C_BLOCKS], table[C_SELECTED] = length, -(-length // 8), -1
 
 
-_ONES = torch.ones(4096)
+_ONES = torch.ones(4096, dtype=torch.float32, device="cpu")
 
 
 def plain_basis(head_dim: int) -> np.ndarray:

@@ -77,7 +77,7 @@ def pack(
     dense4 = torch.zeros(heads, blocks, n4, block_size // 2, dtype=torch.uint8)
     bitmap = torch.zeros(heads, blocks * block_size, -(-(sparse // group_size) // 8), dtype=torch.uint8)
     units = torch.empty(heads, blocks, dtype=torch.int32)
-    boundaries = torch.full((2, 8), torch.inf)
+    boundaries = torch.full((2, 8), torch.inf, dtype=torch.float32, device="cpu")
     for row, width in zip(boundaries, (4, 2)):
         magnitudes = codebook(width, group_size)[: 2 ** (width - 1)]
         row[: len(magnitudes) - 1] = (magnitudes[1:] + magnitudes[:-1]) / 2
@@ -91,7 +91,7 @@ def pack(
     tensors += [dense8, dense4, bitmap, units]
     call = np.zeros(_FIELDS, dtype=np.int64)
     call[_HEADS : _N4 + 1] = heads, tokens, head_dim, num_int8, n4
-    bits = torch.tensor(basis.bits)
+    bits = torch.tensor(basis.bits, dtype=torch.int64, device="cpu")
     call[_BLOCK_SIZE : _BITS + 1] = block_size, group_size, count, threshold, bits.data_ptr()
     call[_ROTATED : _UNITS + 1] = [t.data_ptr() for t in tensors]
     call[_BOUNDARIES : _SCRATCH_BYTES + 1] = boundaries.data_ptr(), scratch.data_ptr(), scratch_bytes
