@@ -2,7 +2,7 @@
 
 import torch
 
-from .compression import Moments, Repack, States, adapt_steps, choose_bits, compress, fit_bases
+from .compression import Moments, Repack, States, adapt_steps, compress, fit_bases
 from .config import MosaicKVConfig
 from .open_segment import ClosedSegment, OpenSegment
 from .reorganizer import Reorganizer
@@ -144,11 +144,9 @@ class SequenceStore:
         segments, closed, open_segment = list(self.segments), list(self.closed), None
         if not segments or count >= config.min_segment_length:
             bases = fit_bases(_moments(keys), _moments(values), config, keys.dtype)
-            if config.adapts_steps:
-                if queries is not None:
-                    after = tuple(states[:, first + count :] for states in raw)
-                    bases = adapt_steps(bases, queries, sinks, (keys, values), after, config)
-                bases = choose_bits(bases, (keys, values), config)
+            if queries is not None and config.adapts_steps:
+                after = tuple(states[:, first + count :] for states in raw)
+                bases = adapt_steps(bases, queries, sinks, (keys, values), after, config)
             new = compress(keys, values, bases, config)
             if self.open is not None:
                 closed += self._close(self.open, segments[-1], config, queries, reorganizer)

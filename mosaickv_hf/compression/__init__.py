@@ -4,7 +4,7 @@ from .compressor import Bases, compress, fit_bases
 from .packing import pack, unpack_blocks, unpack_dense
 from .repack import Repack
 from .rotation import Moments
-from .strategy import States, adapt_steps, choose_bits, relative_loss
+from .strategy import States, adapt_steps, relative_loss
 
 __all__ = [
     "Bases",
@@ -12,7 +12,6 @@ __all__ = [
     "Repack",
     "States",
     "adapt_steps",
-    "choose_bits",
     "compress",
     "fit_bases",
     "pack",

@@ -11,16 +11,11 @@ import torch
 
 from ..config import MosaicKVConfig
 from ..segments import Basis
-from .packing import codebook
 
 # How far a head's step may be from the config's. Coarser would trust a few queries for all to come. Finer, four bits
 # would clip, so K of a head that asks for less than _EIGHT_BITS_FROM takes eight; V gains nothing by it.
 _COARSEST, _FINEST = 4.0, {8: 0.1, 4: 0.4, 2: 0.4}
 _EIGHT_BITS_FROM = 0.2
-
-# Steps that two bits are tried with, as shares of the step that four or eight would take, and tokens for the trial.
-_TWO_BIT_STEPS = (1.0, 0.92, 0.85, 0.78, 0.71, 0.65)
-_SAMPLE_TOKENS = 256
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, `[num_kv_heads, n, head_dim]` each (their head_dims may differ)."""
@@ -53,45 +48,6 @@ def adapt_steps(
         factors = factors.clamp(max=_COARSEST).maximum(finest)
         adapted.append(dataclasses.replace(basis, step=basis.step * factors, bits=bits))
     return adapted[0], adapted[1]
-
-
-def choose_bits(bases: tuple[Basis, Basis], packed: States, config: MosaicKVConfig) -> tuple[Basis, Basis]:
-    """The bases with two bits for the heads where these take fewer bytes at no more squared error, at a step of theirs.
-
-    Measured on a sample of the tokens. Where steps are coarse nearly all kept elements are of one or two steps.
-
-    Args:
-        packed: the tokens that are to be packed.
-    """
-    return tuple(_choose_bits(basis, states, config) for basis, states in zip(bases, packed))
-
-
-def _choose_bits(basis: Basis, states: torch.Tensor, config: MosaicKVConfig) -> Basis:
-    stride = -(-states.shape[1] // _SAMPLE_TOKENS)
-    rotated = basis.rotate(states[:, ::stride].float())
-    tail = rotated[..., basis.offset.shape[1] :].unflatten(-1, (-1, config.group_size))
-    step, bits = basis.step.clone(), list(basis.bits)
-    limit, cost = zip(*(_trial(part, step[head], bits[head], config) for head, part in enumerate(tail)))
-    for head, part in enumerate(tail):
-        best = cost[head]
-        for share in _TWO_BIT_STEPS:
-            error, two = _trial(part, basis.step[head] * share, 2, config)
-            if error <= limit[head] and two < best:
-                best, bits[head], step[head] = two, 2, basis.step[head] * share
-    return dataclasses.replace(basis, step=step, bits=tuple(bits))
-
-
-def _trial(tail: torch.Tensor, step: torch.Tensor, bits: int, config: MosaicKVConfig) -> tuple[float, float]:
-    """Squared error and bytes of values of quantizing a head's `[n, groups, group_size]` elements."""
-    units = (tail / step).abs()
-    kept = (units >= config.dead_zone).any(-1)
-    if bits == 8:
-        nearest = units.round()
-    else:
-        magnitudes = codebook(bits, config.group_size, tail.device)[: 2 ** (bits - 1)]
-        nearest = magnitudes[torch.bucketize(units, (magnitudes[1:] + magnitudes[:-1]) / 2)]
-    error = torch.where(kept[..., None], units - nearest, units).square().sum() * step.square()
-    return error.item(), (kept.sum(-1) * config.group_size * bits / 8).ceil().sum().item()
 
 
 def output_errors(
