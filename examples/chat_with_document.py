@@ -33,8 +33,9 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=60, help="of an answer (default 60)")
     args = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model or _demo_model())
-    model = AutoModelForCausalLM.from_pretrained(args.model or _demo_model(), dtype=torch.float32)
+    model_id = args.model or _demo_model()
+    tokenizer = AutoTokenizer.from_pretrained(model_id)
+    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
     ids = tokenizer(args.text.read_text(encoding="utf-8")[args.skip :], add_special_tokens=False).input_ids
     document = tokenizer.decode(ids[: args.tokens])
     questions = args.question or list(_QUESTIONS)

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from . import saving
 from .config import MosaicKVConfig
-from .layer import MosaicKVLayer
+from .layer import MosaicKVLayer, make_reorganizer
 from .reorganizer import Reorganizer
 from .stats import CacheStats, collect
 
@@ -46,7 +46,7 @@ class MosaicKVCache(Cache):
         if not isinstance(compression, MosaicKVConfig):
             compression = MosaicKVConfig.preset("default" if compression is None else compression)
         self.compression = compression
-        self._reorganizer = _reorganizer(compression)
+        self._reorganizer = make_reorganizer(compression)
         if config is None:
             super().__init__(layer_class_to_replicate=_LayerFactory(compression, self._reorganizer))
         else:
@@ -167,9 +167,7 @@ class MosaicKVCache(Cache):
             OSError: there is no such cache, or a file of it is missing.
             ValueError: a file is damaged or is something else, or the model or tokens are others.
         """
-        compression, layers, reorganizer = saving.load(
-            save_directory, device=device, model=model, input_ids=input_ids, make_reorganizer=_reorganizer
-        )
+        compression, layers, reorganizer = saving.load(save_directory, device=device, model=model, input_ids=input_ids)
         result = cls(compression)
         result.layers, result._reorganizer = layers, reorganizer
         result.layer_class_to_replicate = None if layers else result.layer_class_to_replicate
@@ -181,10 +179,6 @@ class MosaicKVCache(Cache):
 
     def _mosaic_layers(self) -> list[MosaicKVLayer]:
         return [layer for layer in self.layers if isinstance(layer, MosaicKVLayer)]
-
-
-def _reorganizer(compression: MosaicKVConfig) -> Reorganizer:
-    return Reorganizer(compression.reorganizer_threads, background=compression.reorganize == "async")
 
 
 class _LayerFactory:

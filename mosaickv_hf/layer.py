@@ -22,6 +22,11 @@ def _crops_to_positive_length() -> bool:
     return True
 
 
+def make_reorganizer(config: MosaicKVConfig) -> Reorganizer:
+    """What does the work on closed segments as the config says."""
+    return Reorganizer(config.reorganizer_threads, background=config.reorganize == "async")
+
+
 class MosaicKVLayer(CacheLayerMixin):
     """Tokens of a batch in one layer.
 
@@ -48,8 +53,7 @@ class MosaicKVLayer(CacheLayerMixin):
     def __init__(self, config: MosaicKVConfig, index: int = 0, reorganizer: Reorganizer | None = None):
         super().__init__()
         self.config = config
-        background = config.reorganize == "async"
-        self.reorganizer = reorganizer or Reorganizer(config.reorganizer_threads, background)
+        self.reorganizer = reorganizer or make_reorganizer(config)
         self.index = index
         # Layers take turns at packing what is generated, so that no single decode step packs all of them.
         self._phase = index * config.block_size % config.buffer_tokens

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .checks import check_layer
 from .compression import States
 from .config import MosaicKVConfig
-from .layer import MosaicKVLayer
+from .layer import MosaicKVLayer, make_reorganizer
 from .open_segment import ClosedSegment, OpenSegment
 from .reorganizer import Reorganizer, Ticket
 from .segments import Basis, PackedSegment, PackedStates
@@ -85,7 +85,6 @@ def load(
     device: torch.device | str | None,
     model: PreTrainedModel | PreTrainedConfig | None,
     input_ids: torch.Tensor | None,
-    make_reorganizer,
 ) -> tuple[MosaicKVConfig, list[MosaicKVLayer], Reorganizer]:
     """See `MosaicKVCache.from_pretrained`; returns the config, the layers and the reorganizer they share."""
     folder = Path(folder)

@@ -143,7 +143,7 @@ class SequenceStore:
         # Nothing changes before all work is done: an error leaves the sequence as it was.
         segments, closed, open_segment = list(self.segments), list(self.closed), None
         if not segments or count >= config.min_segment_length:
-            bases = fit_bases(_moments(keys), _moments(values), config, keys.dtype)
+            bases = fit_bases(Moments.of(keys), Moments.of(values), config, keys.dtype)
             if queries is not None and config.adapts_steps:
                 after = tuple(states[:, first + count :] for states in raw)
                 bases = adapt_steps(bases, queries, sinks, (keys, values), after, config)
@@ -243,8 +243,3 @@ class SequenceStore:
     def _share(self, other: "SequenceStore") -> None:
         self.sinks, self.segments, self.closed = other.sinks, list(other.segments), list(other.closed)
         self.open = None if other.open is None else other.open.copy()
-
-
-def _moments(states: torch.Tensor) -> Moments:
-    heads, _, head_dim = states.shape
-    return Moments(heads, head_dim, states.device).add(states)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from demo_model import demo_model_path
+from demo_model import load_model
 from measure import Limits, Times, interleave
 from needle import make_needle, prompt_ids
 from record import environment
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from transformers import Cache, DynamicCache
 
 from mosaickv_hf import MosaicKVCache
 
@@ -29,9 +29,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results, a list with an entry a length, to this file")
     args = parser.parse_args()
 
-    model_id = args.model or demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(model_id)
-    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
+    model, tokenizer = load_model(args.model)
     results = []
     print(f"{'tokens':>8}{'DynamicCache s':>17}{'MosaicKVCache s':>17}{'overhead':>11}")
     for length in map(int, args.tokens.split(",")):

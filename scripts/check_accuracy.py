@@ -11,11 +11,11 @@ import statistics
 from pathlib import Path
 
 import torch
-from demo_model import demo_model_path
+from demo_model import load_model
 from needle import make_needle, prompt_ids
 from record import environment
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache
+from transformers import Cache
 
 from mosaickv_hf import MosaicKVCache
 
@@ -33,9 +33,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file")
     args = parser.parse_args()
 
-    model_id = args.model or demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(model_id)
-    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
+    model, tokenizer = load_model(args.model)
     presets = args.methods.split(",")
     right = {name: [] for name in ["full", *presets]}
     kl = {name: [] for name in presets}

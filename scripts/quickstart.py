@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from demo_model import demo_model_path
+from demo_model import load_model
 from needle import make_needle, prompt_ids
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from transformers import Cache, DynamicCache
 
 from mosaickv_hf import MosaicKVCache
 
@@ -24,9 +24,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file")
     args = parser.parse_args()
 
-    model_id = args.model or demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(model_id)
-    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
+    model, tokenizer = load_model(args.model)
     needle = make_needle(tokenizer, args.tokens, num_keys=1, seed=args.seed)
     ids = prompt_ids(tokenizer, needle.text)
     print(f"Prompt of {ids.shape[1]} tokens; the hidden number is {needle.answer}.\n")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from demo_model import demo_model_path
+from demo_model import load_model
 from needle import make_needle, prompt_ids
 
 from mosaickv_hf import MosaicKVConfig
@@ -128,11 +128,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="length of the prompt (default 2048)")
     args = parser.parse_args()
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers import DynamicCache
 
-    path = demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model, tokenizer = load_model()
     cache = DynamicCache()
     ids = prompt_ids(tokenizer, make_needle(tokenizer, args.tokens, num_keys=4, seed=0).text)
     model(ids, cache=cache, logits_to_keep=1)

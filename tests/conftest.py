@@ -45,6 +45,16 @@ TINY = {
 }
 
 
+def tiny_model(name, **changes):
+    """The random model `name` of `TINY`, always the same one, with other values of some of its config's fields."""
+    make, config = TINY[name]
+    config = copy.deepcopy(config)
+    for field, value in changes.items():
+        setattr(config, field, value)
+    torch.manual_seed(0)
+    return make(config).eval()
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer():
     """A chat tokenizer whose tokens are bytes, 0 to 255 (in another order), and 256 for padding and the end."""
@@ -72,8 +82,6 @@ def model(request):
     if request.param == "smollm2":
         model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     else:
-        make, config = TINY[request.param]
-        torch.manual_seed(0)
-        model = make(copy.deepcopy(config))
+        model = tiny_model(request.param)
     model.generation_config.eos_token_id = -1  # never: answers have a fixed length
     return model.eval()

@@ -161,7 +161,7 @@ def test_pack_equals_the_torch_packer(block_size, dense):
     from mosaickv_hf.attention.cpu import pack
 
     given_states = states(2, 157, 96)
-    moments = Moments(2, 96).add(given_states)
+    moments = Moments.of(given_states)
     config = MosaicKVConfig(key_int8_channels=num_int8, key_int4_channels=num_int4, block_index="mean")
     fitted = fit_bases(moments, moments, config, torch.float32)[0]
     ways = [("threshold", 0.4), ("top_r", 0.4), ("top_r", 0.05), ("top_r", 1.0)]

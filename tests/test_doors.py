@@ -1,11 +1,10 @@
 """Other ways into `generate` than calling it on a plain model."""
 
-import copy
 import dataclasses
 
 import pytest
 import torch
-from conftest import CACHE, TINY
+from conftest import CACHE, tiny_model
 from transformers import pipeline
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
@@ -16,12 +15,8 @@ CONFIG = dataclasses.replace(
 IDS = torch.randint(3, 256, (1, 90), generator=torch.Generator().manual_seed(0))
 
 
-def tiny(**kwargs):
-    make, config = TINY["llama-group1"]
-    config = copy.deepcopy(config)
-    config.vocab_size = 257
-    torch.manual_seed(0)
-    return make(config).eval()
+def tiny():
+    return tiny_model("llama-group1", vocab_size=257)
 
 
 def generate(model, cache, new_tokens=30):

@@ -5,29 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from conftest import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def folder(byte_tokenizer, tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        initializer_range=0.15,
-        eos_token_id=256,
-        pad_token_id=256,
-    )
+    model = tiny_model("llama-group1", vocab_size=257, eos_token_id=256, pad_token_id=256)
     path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
+    model.save_pretrained(path)
     byte_tokenizer.save_pretrained(path)
     return path
 

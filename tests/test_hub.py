@@ -1,11 +1,10 @@
 """Configs on the Hub, and the repository that makes `generate` use the cache. Nothing here touches a network."""
 
-import copy
 import types
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import tiny_model
 from export_custom_generate import export
 from huggingface_hub import ModelCard
 
@@ -58,9 +57,7 @@ def test_a_config_in_a_repository(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def llama():
-    make, config = TINY["llama-group1"]
-    torch.manual_seed(0)
-    return make(copy.deepcopy(config)).eval()
+    return tiny_model("llama-group1")
 
 
 def test_custom_generate(tmp_path, llama):
@@ -85,6 +82,7 @@ def test_custom_generate(tmp_path, llama):
 def test_the_exported_card(tmp_path):
     export(tmp_path, "user/mosaic")
     card = ModelCard.load(tmp_path / "README.md")
-    assert "custom_generate" in card.data.tags and card.data.library_name == "transformers"
+    metadata = card.data.to_dict()
+    assert "custom_generate" in metadata["tags"] and metadata["library_name"] == "transformers"
     assert 'custom_generate="user/mosaic"' in card.text
     assert (tmp_path / "custom_generate" / "requirements.txt").read_text() == "mosaickv-hf\n"

@@ -19,10 +19,6 @@ def states(heads=3, n=37, head_dim=64, seed=0):
     return (torch.randn(heads, n, head_dim, generator=generator) * spectrum) @ mixing + 0.5
 
 
-def moments(x):
-    return Moments(x.shape[0], x.shape[2]).add(x)
-
-
 def unpack(packed, n):
     return unpack_blocks(packed, torch.arange(packed.num_blocks).expand(packed.bitmap.shape[0], -1))[:, :n]
 
@@ -33,7 +29,7 @@ def unpack(packed, n):
 def test_what_is_kept(selection, bits, group_size, n):
     x = states(n=n)
     step = 0.5 if bits <= 8 else None
-    basis = fit_basis(moments(x), principal_channels(moments(x)), num_int8=4, num_int4=12, bits=bits, step=step)
+    basis = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_int8=4, num_int4=12, bits=bits, step=step)
     dtype = torch.float32 if bits == 32 else torch.bfloat16
     packed = pack(
         x, basis, num_int8=4, selection=selection, channel_ratio=0.5, dead_zone=0.5, group_size=group_size,
@@ -71,7 +67,7 @@ def test_what_is_kept(selection, bits, group_size, n):
 def test_storage_is_packed():
     """Bytes are those of the kept elements, one bit a channel and the addresses, whatever the strategy."""
     x = states(n=64)
-    basis = fit_basis(moments(x), principal_channels(moments(x)), num_int8=0, num_int4=0, bits=4, step=0.5)
+    basis = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_int8=0, num_int4=0, bits=4, step=0.5)
     packed = pack(
         x, basis, num_int8=0, selection="top_r", channel_ratio=0.25, dead_zone=0.5, group_size=1,
         block_size=8,
@@ -85,7 +81,7 @@ def test_storage_is_packed():
 @pytest.mark.parametrize("bits", [(2, 2, 2), (4, 4, 4), (8, 4, 2), (16, 16, 16)])
 def test_joining_is_packing_at_once(bits):
     x = states(n=45)
-    basis = fit_basis(moments(x), principal_channels(moments(x)), num_int8=2, num_int4=6, bits=8, step=0.5)
+    basis = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_int8=2, num_int4=6, bits=8, step=0.5)
     basis = dataclasses.replace(basis, bits=bits)
     kwargs = dict(
         num_int8=2, selection="threshold", channel_ratio=1.0, dead_zone=0.5, group_size=1,
@@ -101,7 +97,7 @@ def test_joining_is_packing_at_once(bits):
 def test_heads_of_different_bits_are_packed_as_each_alone(group_size):
     """Rows of two, four and eight bits lie in one buffer; blocks are picked here and there."""
     x = states(n=45)
-    fitted = fit_basis(moments(x), principal_channels(moments(x)), num_int8=2, num_int4=6, bits=8, step=0.3)
+    fitted = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_int8=2, num_int4=6, bits=8, step=0.3)
     kwargs = dict(
         num_int8=2, selection="threshold", channel_ratio=1.0, dead_zone=0.5, group_size=group_size, block_size=8,
     )  # fmt: skip
@@ -114,7 +110,7 @@ def test_heads_of_different_bits_are_packed_as_each_alone(group_size):
 
 def test_rotation_gathers_energy_and_is_incremental():
     x = states(n=500)
-    at_once, in_parts = moments(x), Moments(3, 64)
+    at_once, in_parts = Moments.of(x), Moments(3, 64)
     for part in x.split(77, dim=1):
         in_parts.add(part)
     torch.testing.assert_close(

@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import CACHE, TINY
+from conftest import CACHE, tiny_model
 from transformers.generation import BaseStreamer
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
@@ -42,9 +42,7 @@ SYNC = dataclasses.replace(CONFIG, reorganize="sync")
 
 @pytest.fixture(scope="module")
 def llama():
-    make, config = TINY["llama-group1"]
-    torch.manual_seed(0)
-    model = make(copy.deepcopy(config)).eval()
+    model = tiny_model("llama-group1")
     model.generation_config.eos_token_id = -1
     return model
 

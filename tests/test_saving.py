@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import CACHE, TINY
+from conftest import CACHE, tiny_model
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 from mosaickv_hf.saving import INDEX, _index_digest
@@ -36,9 +36,7 @@ CONFIGS = {
 
 
 def tiny(name="qwen2-group3"):
-    make, config = TINY[name]
-    torch.manual_seed(0)
-    model = make(copy.deepcopy(config)).eval()
+    model = tiny_model(name)
     model.generation_config.eos_token_id = -1
     return model
 

@@ -1,11 +1,10 @@
 """Steps that follow what the newest queries attend to."""
 
-import copy
 import dataclasses
 
 import pytest
 import torch
-from conftest import CACHE, TINY
+from conftest import CACHE, tiny_model
 from transformers import DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
@@ -33,7 +32,7 @@ def setting(seed=0, heads=2, group=3, n=4, length=400, head_dim=64):
     queries[0] *= 3
     queries[1] *= 0.3
     parts = [tuple(states[:, a:b] for states in (keys, values)) for a, b in ((0, 4), (4, 372), (372, length))]
-    moments = [Moments(heads, head_dim).add(states) for states in parts[1]]
+    moments = [Moments.of(states) for states in parts[1]]
     return queries, parts, fit_bases(*moments, CONFIG, keys.dtype)
 
 
@@ -87,7 +86,7 @@ def test_the_head_that_looks_tokens_up_gets_the_finer_step():
 def test_a_head_whose_step_is_too_fine_for_four_bits_gets_eight(loss, key_bits):
     queries, (before, packed, after), _ = setting()
     config = MosaicKVConfig(key_loss=loss, value_loss=loss)
-    moments = [Moments(2, 64).add(states) for states in packed]
+    moments = [Moments.of(states) for states in packed]
     keys, values = adapt_steps(
         fit_bases(*moments, config, torch.float32), queries, before, packed, after, config
     )  # fmt: skip
@@ -109,9 +108,7 @@ def test_what_is_generated_is_packed_as_its_predecessor():
 
 @pytest.fixture(scope="module")
 def llama():
-    make, config = TINY["llama-group1"]
-    torch.manual_seed(0)
-    return make(copy.deepcopy(config)).eval()
+    return tiny_model("llama-group1")
 
 
 SMALL = dict(min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_int8_channels=4)

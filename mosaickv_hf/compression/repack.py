@@ -40,7 +40,7 @@ class Repack:
     def __call__(self) -> PackedSegment:
         """The provisional segment, or one with other bases for K, for V or for both."""
         keys, values = (torch.cat(parts, dim=1) for parts in zip(*self.raw))
-        moments = [Moments(states.shape[0], states.shape[2], states.device).add(states) for states in (keys, values)]
+        moments = Moments.of(keys), Moments.of(values)
         borrowed = self.provisional.keys.basis, self.provisional.values.basis
         rotations = [(basis.rotation, basis.rotation_scale) for basis in borrowed]
         candidates = [self.provisional]

@@ -25,6 +25,11 @@ class Moments:
         self.total = torch.zeros(num_heads, head_dim, dtype=torch.float32, device=device)
         self.products = torch.zeros(num_heads, head_dim, head_dim, dtype=torch.float32, device=device)
 
+    @classmethod
+    def of(cls, states: torch.Tensor) -> "Moments":
+        """Those of `[num_kv_heads, n, head_dim]` vectors."""
+        return cls(states.shape[0], states.shape[2], states.device).add(states)
+
     def add(self, states: torch.Tensor) -> "Moments":
         """Adds `[num_kv_heads, n, head_dim]` vectors of any float dtype; returns self."""
         for part in states.split(CHUNK_TOKENS, dim=1):
