@@ -5,7 +5,7 @@ import torch
 from .compression.packing import row_units, value_dtype
 from .config import MosaicKVConfig
 from .layer import MosaicKVLayer
-from .segments import INDEX_TILE, Basis, PackedSegment, PackedStates
+from .segments import DENSE_TILE, INDEX_TILE, SPARE_BYTES, Basis, PackedSegment, PackedStates
 from .sequence import SequenceStore
 
 
@@ -89,16 +89,16 @@ def _check_states(
     where: str,
 ) -> None:
     heads, blocks, head_dim = sizes
-    num_int8, num_int4 = config.dense_channels(kind, head_dim)
+    dense = config.dense_channels(kind, head_dim)
     size = config.block_size
     counts = _is_count(states.head_dim) and _is_count(states.group_size)
     fits = counts and (states.head_dim, states.group_size) == (head_dim, config.group_size)
     _expect(fits, where, "head_dim or group_size")
-    _check_basis(states.basis, heads, head_dim, num_int8 + num_int4, config, where)
-    groups = (head_dim - num_int8 - num_int4) // config.group_size
+    _check_basis(states.basis, heads, head_dim, dense, config, where)
+    groups = (head_dim - dense) // config.group_size
+    codes = blocks * -(-size // DENSE_TILE) * sum(map(sum, states.basis.dense_bits))
     for name, shape, dtype in (
-        ("dense8", (heads, blocks, num_int8, size), torch.int8),
-        ("dense4", (heads, blocks, num_int4, size // 2), torch.uint8),
+        ("dense", (codes + SPARE_BYTES,), torch.uint8),
         ("bitmap", (heads, blocks * size, -(-groups // 8)), torch.uint8),
         ("offsets", (heads, blocks), torch.int32),
     ):
@@ -119,6 +119,9 @@ def _check_basis(basis: Basis, heads: int, head_dim: int, dense: int, config: Mo
     quantized = len(basis.bits) == heads and all(bits in (2, 4, 8) for bits in basis.bits)
     plain = basis.bits in ((16,) * heads, (32,) * heads)
     _expect(quantized or (plain and config.selection == "top_r"), where, "bits")
+    widths = basis.dense_bits
+    good = len(widths) == heads and all(len(row) == dense for row in widths)
+    _expect(good and all(_is_count(bits, 1) and bits <= 8 for row in widths for bits in row), where, "dense bits")
     _expect((basis.rotation is None) == (basis.rotation_scale is None) == (not config.rotate), where, "rotation")
     shapes = [("offset", (heads, dense)), ("scale", (heads, dense)), ("step", (heads,))]
     if config.rotate:

@@ -41,10 +41,9 @@ class MosaicKVConfig:
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
         key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the dtype of raw tokens,
             16 is bf16 (fp16 in fp16 models), 8, 4 and 2 are multiples of the segment's step.
-        key_int8_channels, value_int8_channels (`int`): leading channels stored for every token as int8 with a scale
-            of their own, outside the selection: the dense principal channels. More than head_dim means all.
-        key_int4_channels, value_int4_channels (`int`): channels behind those, stored for every token as int4. More
-            than there are means all.
+        key_dense_channels, value_dense_channels (`int`): leading channels stored for every token, outside the
+            selection, in codes of 4 to 8 bits, as many as it takes to be as fine as the other channels' step (8 where
+            those are not quantized). More than head_dim means all.
         rotate (`bool`): rotate K and V into the principal channels of their segment. Off: channels stay as they are.
         block_index (`str`): what a decode step scores to choose blocks. `"principal"` scores every token by K's
             dense channels and takes each block's best; `"mean"` scores the mean key of the block
@@ -94,10 +93,8 @@ class MosaicKVConfig:
     group_size: int = 1
     key_bits: int | str = 4
     value_bits: int | str = 4
-    key_int8_channels: int = 16
-    key_int4_channels: int = 0
-    value_int8_channels: int = 0
-    value_int4_channels: int = 0
+    key_dense_channels: int = 16
+    value_dense_channels: int = 0
     rotate: bool = True
     block_index: str = "principal"
     index_channels: int = 32
@@ -141,10 +138,8 @@ class MosaicKVConfig:
         ):
             _integer(self, name, 1)
         for name in (
-            "key_int8_channels",
-            "key_int4_channels",
-            "value_int8_channels",
-            "value_int4_channels",
+            "key_dense_channels",
+            "value_dense_channels",
             "min_attended_tokens",
             "sink_tokens",
             "recent_window",
@@ -163,13 +158,7 @@ class MosaicKVConfig:
         for name in ("key_bits", "value_bits"):
             if self.selection == "threshold" and getattr(self, name) not in (8, 4, 2):
                 raise _error(name, getattr(self, name), 'one of 8, 4, 2 with selection="threshold", which quantizes')
-        if (self.key_int4_channels or self.value_int4_channels) and self.block_size % 2:
-            raise _error("block_size", self.block_size, "even where channels are stored as int4")
-        if (
-            self.block_index == "principal"
-            and self.token_ratio < 1
-            and not (self.key_int8_channels or self.key_int4_channels)
-        ):
+        if self.block_index == "principal" and self.token_ratio < 1 and not self.key_dense_channels:
             raise _error("block_index", "principal", '"mean" where K has no dense channels and token_ratio < 1')
 
     @property
@@ -177,18 +166,17 @@ class MosaicKVConfig:
         """Whether steps depend on the queries seen."""
         return self.selection == "threshold" and self.adapt_steps
 
-    def dense_channels(self, kind: str, head_dim: int) -> tuple[int, int]:
-        """Dense int8 and int4 channels of K (`kind="key"`) or V (`"value"`) of this head_dim.
+    def dense_channels(self, kind: str, head_dim: int) -> int:
+        """Dense channels of K (`kind="key"`) or V (`"value"`) of this head_dim.
 
         Raises:
             ValueError: `group_size` does not divide what is left of head_dim.
         """
-        num_int8 = min(getattr(self, f"{kind}_int8_channels"), head_dim)
-        num_int4 = min(getattr(self, f"{kind}_int4_channels"), head_dim - num_int8)
-        if (head_dim - num_int8 - num_int4) % self.group_size:
-            allowed = f"a divisor of the {kind} head_dim less its dense channels ({head_dim} - {num_int8 + num_int4})"
+        dense = min(getattr(self, f"{kind}_dense_channels"), head_dim)
+        if (head_dim - dense) % self.group_size:
+            allowed = f"a divisor of the {kind} head_dim less its dense channels ({head_dim} - {dense})"
             raise _error("group_size", self.group_size, allowed)
-        return num_int8, num_int4
+        return dense
 
     @classmethod
     def preset(cls, name: str) -> "MosaicKVConfig":
@@ -268,10 +256,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "selection": "top_r",
         "key_bits": 16,
         "value_bits": 16,
-        "key_int8_channels": 0,
-        "key_int4_channels": 0,
-        "value_int8_channels": 0,
-        "value_int4_channels": 0,
+        "key_dense_channels": 0,
+        "value_dense_channels": 0,
         "block_index": "mean",
         "min_attended_tokens": 0,
         "reorganize": "async",
@@ -282,10 +268,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "value_channel_ratio": 1.0,
         "key_bits": "native",
         "value_bits": "native",
-        "key_int8_channels": 0,
-        "key_int4_channels": 0,
-        "value_int8_channels": 0,
-        "value_int4_channels": 0,
+        "key_dense_channels": 0,
+        "value_dense_channels": 0,
         "raw_bits": "native",
         "rotate": False,
         "token_ratio": 1.0,

@@ -247,7 +247,7 @@ class _Writer:
     def _basis(self, basis: Basis) -> int:
         def write() -> int:
             tensors = {name: self._tensor(getattr(basis, name)) for name in _BASIS_TENSORS}
-            self.bases.append({**tensors, "bits": list(basis.bits)})
+            self.bases.append({**tensors, "bits": basis.bits, "dense_bits": basis.dense_bits})
             return len(self.bases) - 1
 
         return self._once(basis, write)
@@ -271,7 +271,7 @@ class _Writer:
         return self._places[id(thing)]
 
 
-_PACKED_TENSORS = ("dense8", "dense4", "bitmap", "values", "offsets")
+_PACKED_TENSORS = ("dense", "bitmap", "values", "offsets")
 _PACKED_NUMBERS = ("group_size", "head_dim")
 _BASIS_TENSORS = ("rotation", "rotation_scale", "offset", "scale", "step")
 
@@ -331,7 +331,9 @@ class _Reader:
         return PackedStates(**tensors, **numbers, basis=self._at(self._bases, about["basis"]))
 
     def _basis(self, about: dict) -> Basis:
-        return Basis(**{name: self._tensor(about[name]) for name in _BASIS_TENSORS}, bits=tuple(about["bits"]))
+        tensors = {name: self._tensor(about[name]) for name in _BASIS_TENSORS}
+        dense_bits = tuple(tuple(bits) for bits in about["dense_bits"])
+        return Basis(**tensors, bits=tuple(about["bits"]), dense_bits=dense_bits)
 
     def _states(self, names: list[str] | None) -> States | None:
         if names is None:

@@ -12,6 +12,10 @@ from itertools import pairwise
 import torch
 
 INT8_MAX = 127
+DENSE_TILE = 8
+"""Tokens whose codes of a dense channel lie together, eight codes of w bits in w bytes."""
+SPARE_BYTES = 7
+"""Behind the codes of the dense channels, so that the eight of a tile can be read as one 64-bit word."""
 INDEX_TILE = 8
 """Block keys of a mean index that lie side by side, channel by channel."""
 
@@ -25,8 +29,9 @@ class Basis:
             None where channels stay as they are. Vectors are given in just these rounded channels, so that rounding
             costs nothing but exact orthogonality.
         rotation_scale: `[num_kv_heads, head_dim]` fp32, value of one unit of each column; None without a rotation.
-        offset: `[num_kv_heads, num_dense]` fp32, value of a dense channel's zero: the channel's mean.
-        scale: `[num_kv_heads, num_dense]` fp32, value of one unit of a dense channel.
+        offset: `[num_kv_heads, num_dense]` fp32, value of a dense channel's code 0.
+        scale: `[num_kv_heads, num_dense]` fp32, from a code of a dense channel to the next.
+        dense_bits: per KV head and dense channel, bits of a code, 1 to 8.
         step: `[num_kv_heads]` fp32, value of one unit of the sparse channels; 1 for 16-bit and wider values.
         bits: per KV head, bits of a kept element of the sparse channels: 2, 4 or 8, or 16 or more for all heads.
     """
@@ -35,11 +40,16 @@ class Basis:
     rotation_scale: torch.Tensor | None
     offset: torch.Tensor
     scale: torch.Tensor
+    dense_bits: tuple[tuple[int, ...], ...]
     step: torch.Tensor
     bits: tuple[int, ...]
 
     def __deepcopy__(self, memo) -> "Basis":
         return self  # immutable
+
+    def dense_widths(self) -> torch.Tensor:
+        """`[num_kv_heads, num_dense]` int64: `dense_bits`."""
+        return torch.tensor(self.dense_bits, dtype=torch.int64, device=self.offset.device).view(self.offset.shape)
 
     def axes(self) -> torch.Tensor | None:
         """`[num_kv_heads, head_dim, head_dim]` fp32, columns are the channels; None without a rotation."""
@@ -47,7 +57,7 @@ class Basis:
 
     def rotate(self, states: torch.Tensor) -> torch.Tensor:
         """`[num_kv_heads, n, head_dim]` fp32 vectors from the model's channels to this basis'."""
-        return states if self.rotation is None else states @ torch.linalg.inv(self.axes()).transpose(-1, -2)
+        return states if self.rotation is None else states @ inverse(self.axes()).transpose(-1, -2)
 
     def rotate_query(self, query: torch.Tensor) -> torch.Tensor:
         """What a query is in this basis, so that its products with rotated vectors are those with the vectors."""
@@ -65,20 +75,19 @@ class Basis:
 
 @dataclass(frozen=True, eq=False)
 class PackedStates:
-    """K or V of a segment, per token as: dense int8 channels | dense int4 channels | bitmap | kept elements.
+    """K or V of a segment, per token as: dense channels | bitmap | kept elements.
 
-    The dense channels lead and are stored for every token, block by block, channel by channel, tokens side by side
-    (so that they double as an index for choosing blocks). Of the channels behind them every token keeps its own
-    elements, marked in its bitmap. Rows (tokens) are padded to whole blocks; a padding row keeps nothing.
+    The dense channels lead and are stored for every token, tokens side by side (so that they double as an index for
+    choosing blocks), in codes of as many bits as the head and channel need. Of the channels behind them every token
+    keeps its own elements, marked in its bitmap. Rows (tokens) are padded to whole blocks; a padding row keeps nothing.
 
     The kept elements of a row are contiguous, in channel order, rows in order. A row starts at its block's offset
     plus the units of the rows before it in the block, which are the popcounts of their bitmaps times the group size
     (quantized rows are whole bytes). So fixed-r and threshold rows are addressed alike.
 
     Attributes:
-        dense8: `[num_kv_heads, num_blocks, num_int8, block_size]` int8 u, worth `offset + u * scale`.
-        dense4: `[num_kv_heads, num_blocks, num_int4, block_size / 2]` uint8; low halves are the block's first tokens,
-            high halves the others; u in 0..15 is worth `offset + (u - 7.5) * scale`.
+        dense: `[bytes]` uint8: head by head, in tiles of eight tokens (a block's last one filled up), channel by
+            channel, eight codes lowest bits first; code u is worth `offset + u * scale`. `SPARE_BYTES` more at the end.
         bitmap: `[num_kv_heads, num_blocks * block_size, ceil(num_sparse / group_size / 8)]` uint8, one bit per
             group of adjacent sparse channels, least significant bit first.
         values: `[units]`; unquantized elements in their dtype, one a unit; codes of quantized ones in uint8, lowest
@@ -89,8 +98,7 @@ class PackedStates:
         head_dim: channels, dense and sparse.
     """
 
-    dense8: torch.Tensor
-    dense4: torch.Tensor
+    dense: torch.Tensor
     bitmap: torch.Tensor
     values: torch.Tensor
     offsets: torch.Tensor
@@ -100,7 +108,7 @@ class PackedStates:
 
     @property
     def num_dense(self) -> int:
-        return self.dense8.shape[2] + self.dense4.shape[2]
+        return self.basis.offset.shape[1]
 
     @property
     def num_groups(self) -> int:
@@ -109,11 +117,11 @@ class PackedStates:
 
     @property
     def num_blocks(self) -> int:
-        return self.dense8.shape[1]
+        return self.offsets.shape[1]
 
     @property
     def block_size(self) -> int:
-        return self.dense8.shape[3]
+        return self.bitmap.shape[1] // self.num_blocks
 
     @classmethod
     def join(cls, parts: "Sequence[PackedStates]") -> "PackedStates":
@@ -125,14 +133,19 @@ class PackedStates:
         own_starts = units.cumsum(1) - units
         shift = (starts - own_starts.T).to(torch.int32).to(parts[0].offsets.device)
         pieces = [part.values.split(count.tolist()) for part, count in zip(parts, units)]
+        dense = [part.dense[:-SPARE_BYTES].split(part.head_dense_bytes()) for part in parts]
         return dataclasses.replace(
             parts[0],
-            dense8=torch.cat([part.dense8 for part in parts], dim=1),
-            dense4=torch.cat([part.dense4 for part in parts], dim=1),
+            dense=torch.cat([*(codes for head in zip(*dense) for codes in head), parts[0].dense[-SPARE_BYTES:]]),
             bitmap=torch.cat([part.bitmap for part in parts], dim=1),
             values=torch.cat([piece for head in zip(*pieces) for piece in head]),
             offsets=torch.cat([part.offsets + shift[:, i, None] for i, part in enumerate(parts)], dim=1),
         )
+
+    def head_dense_bytes(self) -> list[int]:
+        """Bytes of `dense` that each KV head takes."""
+        tiles = self.num_blocks * -(-self.block_size // DENSE_TILE)
+        return [tiles * sum(bits) for bits in self.basis.dense_bits]
 
     def head_units(self) -> list[int]:
         """Units of `values` that each KV head takes."""
@@ -198,8 +211,7 @@ class PackedSegment:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor held, with its kind: "values", "bitmaps", "rotations" or "index"."""
         for states in (self.keys, self.values):
-            yield "values", states.dense8
-            yield "values", states.dense4
+            yield "values", states.dense
             yield "values", states.values
             yield "bitmaps", states.bitmap
             yield "index", states.offsets
@@ -208,6 +220,16 @@ class PackedSegment:
         if self.block_means is not None:
             yield "index", self.block_means
             yield "index", self.mean_scale
+
+
+def inverse(axes: torch.Tensor) -> torch.Tensor:
+    """Of nearly orthogonal matrices, by a Cholesky factor of their products.
+
+    `torch.linalg.inv` fails on CPU for 256 rows and more once `torch.set_num_threads` has lowered the number of threads
+    and raised it again (PyTorch 2.13 with oneMKL).
+    """
+    transposed = axes.transpose(-1, -2)
+    return torch.cholesky_solve(transposed, torch.linalg.cholesky(transposed @ axes))
 
 
 def tile(rows: torch.Tensor, width: int) -> torch.Tensor:

@@ -334,12 +334,12 @@ def index_bytes(segment) -> int:
     """Bytes that scoring all blocks of a segment reads."""
     if segment.block_means is not None:
         return segment.block_means.nbytes
-    return segment.keys.dense8.nbytes + segment.keys.dense4.nbytes
+    return segment.keys.dense.nbytes
 
 
 def row_bytes(states: PackedStates) -> int:
     """Bytes that attending to all tokens of K or V reads."""
-    tensors = (states.dense8, states.dense4, states.bitmap, states.values, states.offsets)
+    tensors = (states.dense, states.bitmap, states.values, states.offsets)
     return sum(tensor.nbytes for tensor in tensors)
 
 

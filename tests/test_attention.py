@@ -18,9 +18,8 @@ STRATEGIES = {
     "8 bits": {"key_bits": 8, "value_bits": 8},
     "2 bits, groups of 2": {"key_bits": 2, "group_size": 2},
     "4 bits, groups of 4, top-r": {
-        "key_int4_channels": 4,
-        "value_int8_channels": 0,
-        "value_int4_channels": 8,
+        "key_dense_channels": 20,
+        "value_dense_channels": 8,
         "group_size": 4,
         "selection": "top_r",
         "key_channel_ratio": 0.75,
@@ -173,7 +172,7 @@ def test_selection_finds_the_block_that_matters(strategy):
 
 
 def test_scores_estimate_the_largest_logit():
-    config = make("default", key_int8_channels=64, key_int4_channels=0)
+    config = make("default", key_dense_channels=64, key_step=0.01)
     sequence = make_sequence(config, (61,))
     query = torch.randn(2, 3, 64) / 8
     (segment,) = sequence.segments

@@ -10,7 +10,7 @@ from transformers import pipeline
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 
 CONFIG = dataclasses.replace(
-    MosaicKVConfig(), min_length=16, min_segment_length=48, recent_window=9, buffer_tokens=16, key_int8_channels=4
+    MosaicKVConfig(), min_length=16, min_segment_length=48, recent_window=9, buffer_tokens=16, key_dense_channels=4
 )
 IDS = torch.randint(3, 256, (1, 90), generator=torch.Generator().manual_seed(0))
 

@@ -14,7 +14,7 @@ from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 SMALL = dict(min_length=16, min_segment_length=48, segment_length=64, recent_window=9, buffer_tokens=8, sink_tokens=3)
 LOSSLESS = dataclasses.replace(MosaicKVConfig.preset("lossless"), **SMALL)
 LOSSY = dataclasses.replace(MosaicKVConfig.preset("default"), **SMALL, min_attended_tokens=16)
-LOSSY = dataclasses.replace(LOSSY, key_int8_channels=2, key_int4_channels=6, value_int4_channels=4)
+LOSSY = dataclasses.replace(LOSSY, key_dense_channels=8, value_dense_channels=4)
 
 
 def prompt(model, length, batch=1, seed=0):

@@ -26,11 +26,11 @@ SMALL = dict(
     reorganize_lag=8,
 )
 CONFIGS = {
-    "default": dataclasses.replace(MosaicKVConfig(), **SMALL, key_int8_channels=4, reorganize="async"),
+    "default": dataclasses.replace(MosaicKVConfig(), **SMALL, key_dense_channels=4, reorganize="async"),
     "paper": dataclasses.replace(MosaicKVConfig.preset("paper"), **SMALL),
     "lossless": dataclasses.replace(MosaicKVConfig.preset("lossless"), **SMALL),
     "groups, three tiers": dataclasses.replace(
-        MosaicKVConfig(), **SMALL, key_int8_channels=2, key_int4_channels=4, value_bits=8, group_size=2
+        MosaicKVConfig(), **SMALL, key_dense_channels=6, value_bits=8, group_size=2
     ),
 }
 
@@ -213,6 +213,9 @@ LIES = {
     "unknown segment": set_at("layers", 0, "rows", 0, "segments", 0, to=7000),
     "unknown basis": set_at("segments", 0, "keys", "basis", to=-1),
     "other bits": set_at("bases", 0, "bits", to=[2, 2]),
+    "other codes": set_at("bases", 0, "dense_bits", 0, 0, to=1),
+    "codes of nine bits": set_at("bases", 0, "dense_bits", 0, 0, to=9),
+    "fewer codes": lambda index: index["bases"][0]["dense_bits"].pop(),
     "odd bits": set_at("bases", 0, "bits", to=[3, 3]),
     "bits that are no integers": lambda index: index["bases"][0].update(
         bits=[float(b) for b in index["bases"][0]["bits"]]

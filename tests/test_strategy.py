@@ -18,8 +18,7 @@ CONFIG = MosaicKVConfig(
     value_bits=8,
     key_step=0.2,
     value_step=0.2,
-    key_int8_channels=4,
-    value_int8_channels=0,
+    key_dense_channels=4,
     backend="torch",
 )
 
@@ -111,7 +110,7 @@ def llama():
     return tiny_model("llama-group1")
 
 
-SMALL = dict(min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_int8_channels=4)
+SMALL = dict(min_length=32, recent_window=8, buffer_tokens=16, min_segment_length=64, key_dense_channels=4)
 
 
 def steps(cache):

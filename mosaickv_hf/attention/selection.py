@@ -36,6 +36,17 @@ def choose_blocks(
     k = num_chosen_blocks(length, sum(counts), config)
     if k == sum(counts):
         return None
+    shares = block_shares(query, segments, mask)
+    chosen = torch.zeros(shares.shape, dtype=torch.bool, device=shares.device)
+    chosen.scatter_(1, shares.topk(k, dim=-1).indices, True)
+    return [_indices(part) for part in chosen.split(counts, dim=1)]
+
+
+def block_shares(query: torch.Tensor, segments: list[PackedSegment], mask: torch.Tensor | None) -> torch.Tensor:
+    """`[num_kv_heads, blocks of all segments]` fp32: logarithm of a block's best share of the softmax over scores.
+
+    Arguments as for `choose_blocks`; -inf where nothing of a block is seen.
+    """
     scores = []
     place = 0
     for segment in segments:
@@ -44,10 +55,7 @@ def choose_blocks(
         place += segment.length
     scores = torch.cat(scores, dim=-1)
     share = scores - scores.logsumexp(-1, keepdim=True)
-    best = share.nan_to_num(nan=-torch.inf).amax(1).topk(k, dim=-1).indices
-    chosen = torch.zeros(scores.shape[0], scores.shape[-1], dtype=torch.bool, device=scores.device)
-    chosen.scatter_(1, best, True)
-    return [_indices(part) for part in chosen.split(counts, dim=1)]
+    return share.nan_to_num(nan=-torch.inf).amax(1)
 
 
 def block_scores(query: torch.Tensor, segment: PackedSegment, mask: torch.Tensor | None) -> torch.Tensor:

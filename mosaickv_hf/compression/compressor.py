@@ -29,12 +29,12 @@ def fit_bases(
     def fit(moments: Moments, kind: str, rotation: Rotation | None) -> Basis:
         if rotation is None:
             rotation = principal_channels(moments) if config.rotate else (None, None)
-        num_int8, num_int4 = config.dense_channels(kind, moments.total.shape[-1])
+        num_dense = config.dense_channels(kind, moments.total.shape[-1])
         bits = getattr(config, f"{kind}_bits")
         if bits == "native":
             bits = 8 * dtype.itemsize
         step = getattr(config, f"{kind}_step") if bits <= 8 else None
-        return fit_basis(moments, rotation, num_int8=num_int8, num_int4=num_int4, bits=bits, step=step)
+        return fit_basis(moments, rotation, num_dense=num_dense, bits=bits, step=step)
 
     of_keys, of_values = rotations or (None, None)
     return fit(keys, "key", of_keys), fit(values, "value", of_values)
@@ -57,7 +57,6 @@ def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, confi
         return pack_states(
             states,
             basis,
-            num_int8=config.dense_channels(kind, states.shape[-1])[0],
             selection=config.selection,
             channel_ratio=getattr(config, f"{kind}_channel_ratio"),
             dead_zone=config.dead_zone,

@@ -6,7 +6,7 @@ not stored. At equal bytes this has a far lower loss than the paper's 16-bit sur
 
 import torch
 
-from ..segments import INT8_MAX, Basis, PackedStates, tile
+from ..segments import DENSE_TILE, INT8_MAX, SPARE_BYTES, Basis, PackedStates
 
 # Magnitudes, in steps, that the codes of 4- and 2-bit values stand for. They widen outwards, since large elements are
 # rare but clipping them hurts. Without groups zero is never stored, so no code is spent on it.
@@ -37,7 +37,6 @@ def pack(
     states: torch.Tensor,
     basis: Basis,
     *,
-    num_int8: int,
     selection: str,
     channel_ratio: float,
     dead_zone: float,
@@ -48,12 +47,10 @@ def pack(
 
     Args:
         basis: from `fit_basis`, of these or of earlier tokens.
-        num_int8: dense channels of the basis that are int8; the others are int4.
         selection, channel_ratio, dead_zone, group_size, block_size: as in `MosaicKVConfig`.
     """
     head_dim, num_dense = states.shape[-1], basis.scale.shape[-1]
     rotated = basis.rotate(states.float())
-    dense = (rotated[..., :num_dense] - basis.offset[:, None]) / basis.scale[:, None]
     steps = rotated[..., num_dense:] / basis.step[:, None, None]
 
     groups = steps.abs().unflatten(-1, (-1, group_size))
@@ -72,8 +69,7 @@ def pack(
     total = int(units.sum())
     elements = kept.repeat_interleave(group_size, dim=-1)[:, : states.shape[1]]
     return PackedStates(
-        dense8=tile(dense[..., :num_int8].round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), block_size),
-        dense4=_pair_halves(tile((dense[..., num_int8:] + 7.5).round().clamp(0, 15).to(torch.uint8), block_size)),
+        dense=_pack_dense(rotated[..., :num_dense], basis, block_size),
         bitmap=_to_bits(kept),
         values=_encode(steps[elements], counts, starts, total, basis.bits, group_size, states.dtype),
         offsets=starts[:, ::block_size].to(torch.int32),
@@ -171,21 +167,36 @@ def unpack_blocks(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
 
 def unpack_dense(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
     """`[num_kv_heads, num_chosen * block_size, num_dense]` fp32: only the dense channels of `unpack_blocks`."""
-    at = torch.arange(blocks.shape[0], device=blocks.device)[:, None]
-    units = packed.dense8[at, blocks].float()  # [heads, chosen, channels, block_size]
-    if packed.dense4.shape[2]:
-        pairs = packed.dense4[at, blocks]
-        codes = torch.cat([pairs & 15, pairs >> 4], dim=-1)
-        units = torch.cat([units, codes - 7.5], dim=-2)
-    return units.transpose(-1, -2).flatten(1, 2) * packed.basis.scale[:, None] + packed.basis.offset[:, None]
+    basis, size, device = packed.basis, packed.block_size, blocks.device
+    widths = basis.dense_widths()
+    per_block = -(-size // DENSE_TILE)
+    tiles = (blocks[..., None] * per_block + torch.arange(per_block, device=device)).flatten(1)
+    starts = widths.cumsum(1) - widths
+    stride = widths.sum(1)
+    heads = torch.tensor([0, *packed.head_dense_bytes()[:-1]], device=device).cumsum(0)
+    at = heads[:, None, None] + tiles[..., None] * stride[:, None, None] + starts[:, None]  # [heads, tiles, channels]
+    bytes_ = torch.arange(8, device=device)
+    words = (packed.dense[at[..., None] + bytes_].long() << 8 * bytes_).sum(-1, keepdim=True)
+    lanes = torch.arange(DENSE_TILE, device=device)
+    codes = words >> widths[:, None, :, None] * lanes & (2**widths - 1)[:, None, :, None]
+    codes = codes.transpose(-1, -2).unflatten(1, (-1, per_block)).flatten(2, 3)[:, :, :size].flatten(1, 2)
+    return codes * basis.scale[:, None] + basis.offset[:, None]
 
 
-def _pair_halves(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes below 16, `[..., block_size]` to `[..., block_size / 2]`: first half low, second half high."""
-    if codes.shape[-2] == 0:
-        return codes[..., : codes.shape[-1] // 2]
-    low, high = codes.chunk(2, dim=-1)
-    return low | high << 4
+def _pack_dense(rotated: torch.Tensor, basis: Basis, block_size: int) -> torch.Tensor:
+    """`PackedStates.dense` of `[num_kv_heads, n, num_dense]` fp32 channels."""
+    device = rotated.device
+    widths = basis.dense_widths()
+    top = (2**widths - 1)[:, None]
+    codes = ((rotated - basis.offset[:, None]) / basis.scale[:, None]).round().clamp_min(0).minimum(top).long()
+    pad = torch.nn.functional.pad
+    codes = pad(codes, (0, 0, 0, -codes.shape[1] % block_size)).unflatten(1, (-1, block_size))
+    codes = pad(codes, (0, 0, 0, -block_size % DENSE_TILE)).flatten(1, 2).unflatten(1, (-1, DENSE_TILE))
+    lanes, bytes_ = torch.arange(DENSE_TILE, device=device), torch.arange(8, device=device)
+    shifts = widths[:, None, None] * lanes[:, None]
+    words = (codes << shifts).sum(2)  # [heads, tiles, channels]
+    used = (bytes_ < widths[:, None, :, None]).expand(*words.shape, 8)
+    return pad((words[..., None] >> 8 * bytes_ & 255).to(torch.uint8)[used], (0, SPARE_BYTES))
 
 
 def _to_bits(kept: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..config import MosaicKVConfig
 from ..segments import PackedSegment, PackedStates
 from .compressor import compress, fit_bases
 from .packing import unpack_blocks
-from .rotation import Moments
+from .rotation import Moments, with_steps
 from .strategy import States
 
 
@@ -46,7 +46,7 @@ class Repack:
         candidates = [self.provisional]
         for given in (rotations, None):
             bases = fit_bases(*moments, self.config, keys.dtype, given)
-            bases = tuple(dataclasses.replace(b, step=old.step, bits=old.bits) for b, old in zip(bases, borrowed))
+            bases = tuple(with_steps(basis, old.step, old.bits) for basis, old in zip(bases, borrowed))
             candidates.append(compress(keys, values, bases, self.config))
         by_key = self._best([candidate.keys for candidate in candidates], keys, self.queries)
         by_value = self._best([candidate.values for candidate in candidates], values, None)
@@ -84,7 +84,7 @@ class Repack:
         a_bit = (2 * math.log(2) * noise).clamp_min(torch.finfo(torch.float32).tiny)
         costs = []
         for form, error in zip(packed, errors):
-            tensors = [form.dense8, form.dense4, form.bitmap, form.values]
+            tensors = [form.dense, form.bitmap, form.values]
             tensors += [tensor for tensor in form.basis.tensors() if tensor.data_ptr() not in held]
             costs.append(8 * sum(tensor.nbytes for tensor in tensors) + (error / a_bit).sum().item())
         return costs.index(min(costs))

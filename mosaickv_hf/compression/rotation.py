@@ -1,14 +1,18 @@
 """Principal channels of a segment: incremental moments and the basis they give (paper, stage 1)."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
-from ..segments import INT8_MAX, Basis
+from ..segments import INT8_MAX, Basis, inverse
 
 # Tokens a pass over a long prompt works on at a time: bounds its temporary memory.
 CHUNK_TOKENS = 4096
-# Range of the dense channels, in standard deviations from the mean. Eight bits can afford to clip next to nothing, four
-# cannot.
-_INT8_RANGE, _INT4_RANGE = 5.0, 2.5
+# Dense channels are stored from this many standard deviations below their mean to as many above: the unusual tokens are
+# those that matter.
+_RANGE = 5.0
+_FEWEST_BITS = 4
 
 
 class Moments:
@@ -55,43 +59,50 @@ def principal_channels(moments: Moments) -> Rotation:
     return (vectors * largest.sign() / scale[:, None]).round().to(torch.int8), scale
 
 
-def fit_basis(
-    moments: Moments, rotation: Rotation, *, num_int8: int, num_int4: int, bits: int, step: float | None = None
-) -> Basis:
+def fit_basis(moments: Moments, rotation: Rotation, *, num_dense: int, bits: int, step: float | None = None) -> Basis:
     """The basis for packing vectors with these moments, and vectors like them.
 
     Args:
         moments: of at least one vector.
         rotation: the channels, see `principal_channels`; Nones leave them as they are.
-        num_int8, num_int4: leading channels stored densely.
+        num_dense: leading channels stored densely.
         bits: of a kept element of the other channels.
         step: their quantization step in units of the segment's standard deviation, all channels together; None if
             they are not quantized.
     """
     products, mean = moments.products.double() / moments.count, moments.total.double() / moments.count
     if rotation[0] is not None:
-        inverse = torch.linalg.inv(rotation[0] * rotation[1][:, None].double())
-        mean = (inverse @ mean[:, :, None])[..., 0]
-        products = inverse @ products @ inverse.transpose(-1, -2)
+        to_channels = inverse(rotation[0] * rotation[1][:, None].double())
+        mean = (to_channels @ mean[:, :, None])[..., 0]
+        products = to_channels @ products @ to_channels.transpose(-1, -2)
     energy = products.diagonal(dim1=-2, dim2=-1)
     tiny = torch.finfo(torch.float32).tiny
     variance = (energy - mean.square()).clamp_min(0)
     unit = torch.ones_like(energy[:, 0]) if step is None else (variance.mean(-1).sqrt() * step).clamp_min(tiny)
-    num_dense = num_int8 + num_int4
-    deviation = variance[:, :num_dense].sqrt()
-    scale = torch.cat(
-        [
-            deviation[:, :num_int8] * (_INT8_RANGE / INT8_MAX),
-            # Where the data allow it no finer than the sparse channels' step, and so no clipping.
-            torch.maximum(deviation[:, num_int8:] * (_INT4_RANGE / 7.5), unit[:, None]),
-        ],
-        dim=1,
-    )
-    return Basis(
+    half = (_RANGE * variance[:, :num_dense].sqrt()).clamp_min(tiny)
+    heads = len(unit)
+    widest = Basis(
         rotation=rotation[0],
         rotation_scale=rotation[1],
-        offset=mean[:, :num_dense].float(),
-        scale=scale.clamp_min(tiny).float(),
+        offset=(mean[:, :num_dense] - half).float(),
+        scale=(2 * half / 255).float(),
+        dense_bits=((8,) * num_dense,) * heads,
         step=unit.float(),
-        bits=(bits,) * len(unit),
+        bits=(bits,) * heads,
     )
+    return with_steps(widest, widest.step, widest.bits)
+
+
+def with_steps(basis: Basis, step: torch.Tensor, bits: Sequence[int]) -> Basis:
+    """The basis with other steps, and bits, for the sparse channels: its dense ones then need to be no finer.
+
+    Args:
+        step, bits: as the attributes of `Basis`.
+    """
+    if bits[0] > 8:  # not quantized
+        return replace(basis, step=step, bits=tuple(bits))
+    span = basis.scale * (2 ** basis.dense_widths() - 1)
+    widths = (span / step[:, None] + 1).log2().ceil().clamp(_FEWEST_BITS, 8).long()
+    scale = (span / (2**widths - 1)).clamp_min(torch.finfo(torch.float32).tiny)
+    dense_bits = tuple(map(tuple, widths.tolist()))
+    return replace(basis, scale=scale, dense_bits=dense_bits, step=step, bits=tuple(bits))

@@ -5,12 +5,11 @@ averages it away, one that looks up a few tokens does not (`docs/decisions.md`).
 is asked, so it is measured on what the newest queries attend to.
 """
 
-import dataclasses
-
 import torch
 
 from ..config import MosaicKVConfig
 from ..segments import Basis
+from .rotation import with_steps
 
 # How far a head's step may be from the config's. Coarser would trust a few queries for all to come. Finer, four bits
 # would clip, so K of a head that asks for less than _EIGHT_BITS_FROM takes eight; V gains nothing by it.
@@ -46,7 +45,7 @@ def adapt_steps(
         bits = tuple(8 if wants else own for wants, own in zip(fine.tolist(), basis.bits))
         finest = torch.tensor([_FINEST[b] for b in bits], device=factors.device)
         factors = factors.clamp(max=_COARSEST).maximum(finest)
-        adapted.append(dataclasses.replace(basis, step=basis.step * factors, bits=bits))
+        adapted.append(with_steps(basis, basis.step * factors, bits))
     return adapted[0], adapted[1]
 
 

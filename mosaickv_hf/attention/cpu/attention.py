@@ -54,7 +54,7 @@ class _Plan:
             for kind, states, table, first in zip(
                 ("key", "value"), (segment.keys, segment.values), fields.bases, (f.C_K, f.C_V)
             ):
-                name = id(states.basis), int(table[f.B_N8])
+                name = id(states.basis)
                 if name not in places[kind]:
                     places[kind][name] = len(bases[kind])
                     bases[kind].append(table)

@@ -9,20 +9,18 @@ import numpy as np
 import torch
 
 from ...compression.packing import codebook
-from ...segments import Basis, PackedSegment, PackedStates
+from ...segments import DENSE_TILE, Basis, PackedSegment, PackedStates
 
 # K or V of one source of tokens: packed states, or raw ones as they came.
 (
     S_KIND,  # one of the constants below
     S_BITS,  # int64 [heads], of a kept element if S_KIND is QUANTIZED
-    S_N8,  # int8 channels
-    S_N4,  # int4 channels
-    S_DENSE_WIDTH,  # all dense channels, rounded up to whole vectors
+    S_DENSE,  # dense channels
+    S_DENSE_WIDTH,  # the same, rounded up to whole vectors
     S_WIDTH,  # of an unpacked row: dense and sparse channels, each rounded up to whole vectors
     S_BLOCK_SIZE,
     S_NUM_BLOCKS,
-    S_DENSE8,
-    S_DENSE4,
+    S_DENSE_TABLE,  # see `dense_table`
     S_BITMAP,
     S_BITMAP_BYTES,  # of a row
     S_GROUP_SIZE,
@@ -35,7 +33,7 @@ from ...segments import Basis, PackedSegment, PackedStates
     S_HEAD_DIM,
     S_BASIS,  # place in the call's list of bases
     STATES_FIELDS,
-) = range(22)
+) = range(20)
 QUANTIZED, BF16, FP16, FP32, RAW_BF16, RAW_FP16, RAW_FP32 = 8, 16, 17, 32, 116, 117, 132
 
 # One source of tokens: K's fields, V's fields, and these.
@@ -47,7 +45,11 @@ C_K, C_V, C_LENGTH, C_BLOCKS, C_FIRST_TOKEN, C_FIRST_BLOCK, C_MEANS, C_MEAN_SCAL
 C_SELECTED = 2 * STATES_FIELDS + 8  # its number among the packed sources if blocks were chosen, else -1
 SOURCE_FIELDS = 2 * STATES_FIELDS + 9
 
-# A basis, as `Basis` with the split of its dense channels.
+# A head of `dense_table`: address, bytes of a tile, then per channel where its codes begin in a tile and the `mask` of
+# `simd.load8_codes`.
+D_ADDRESS, D_TILE_BYTES, D_CHANNELS = range(3)
+
+# A basis, as `Basis`.
 (
     B_ROTATION,  # int8
     B_ROTATION_SCALE,
@@ -55,12 +57,11 @@ SOURCE_FIELDS = 2 * STATES_FIELDS + 9
     B_OFFSET,
     B_SCALE,
     B_STEP,
-    B_N8,
     B_DENSE,
     B_DENSE_WIDTH,
     B_HEAD_DIM,
     BASIS_FIELDS,
-) = range(11)
+) = range(10)
 
 # One call.
 (
@@ -144,12 +145,13 @@ class SegmentFields(Fields):
         self.bases = tuple(self._basis(states) for states in (segment.keys, segment.values))
 
     def _fill(self, table: np.ndarray, states: PackedStates) -> None:
-        n8, n4 = states.dense8.shape[2], states.dense4.shape[2]
-        table[S_N8], table[S_N4], table[S_DENSE_WIDTH] = n8, n4, whole(n8 + n4)
-        table[S_WIDTH] = whole(n8 + n4) + whole(states.head_dim - n8 - n4)
+        dense = states.num_dense
+        tiles = states.num_blocks * -(-states.block_size // DENSE_TILE)
+        table[S_DENSE], table[S_DENSE_WIDTH] = dense, whole(dense)
+        table[S_WIDTH] = whole(dense) + whole(states.head_dim - dense)
         table[S_KIND], table[S_BITS] = _KINDS[states.values.dtype], self.address(_bits(states.basis))
         table[S_BLOCK_SIZE], table[S_NUM_BLOCKS] = states.block_size, states.num_blocks
-        table[S_DENSE8], table[S_DENSE4] = self.address(states.dense8), self.address(states.dense4)
+        table[S_DENSE_TABLE] = self.address(dense_table(states.basis, self.address(states.dense), tiles))
         table[S_BITMAP], table[S_BITMAP_BYTES] = self.address(states.bitmap), states.bitmap.shape[2]
         table[S_GROUP_SIZE], table[S_HEAD_DIM] = states.group_size, states.head_dim
         table[S_VALUES] = self.address(states.values)
@@ -160,7 +162,7 @@ class SegmentFields(Fields):
 
     def _basis(self, states: PackedStates) -> np.ndarray:
         basis, head_dim = states.basis, states.head_dim
-        n8, dense = states.dense8.shape[2], states.num_dense
+        dense = states.num_dense
         rotation = [0, 0]
         if basis.rotation is not None:
             # Padding copies, also by nothing.
@@ -169,7 +171,26 @@ class SegmentFields(Fields):
                 parts = [torch.nn.functional.pad(part, (0, -head_dim % 8)) for part in parts]
             rotation = [self.address(part) for part in parts]
         tensors = [self.address(t) for t in (basis.offset, basis.scale, basis.step)]
-        return np.array([*rotation, whole(head_dim), *tensors, n8, dense, whole(dense), head_dim], dtype=np.int64)
+        return np.array([*rotation, whole(head_dim), *tensors, dense, whole(dense), head_dim], dtype=np.int64)
+
+
+def dense_table(basis: Basis, address: int, num_tiles: int) -> torch.Tensor:
+    """Where the codes of the dense channels are: int64 `[heads, D_CHANNELS + 2 * num_dense]`.
+
+    Args:
+        address: of `PackedStates.dense`.
+        num_tiles: tiles of eight tokens of a head.
+    """
+    rows = []
+    for bits in basis.dense_bits:
+        tile = sum(bits)
+        rows.append([address, tile])
+        start = 0
+        for width in bits:
+            rows[-1] += [start, 0x0101010101010101 * (2**width - 1) - (1 << 64 if width == 8 else 0)]
+            start += width
+        address += num_tiles * tile
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def _bits(basis: Basis) -> torch.Tensor:
@@ -212,4 +233,4 @@ _ONES = torch.ones(4096, dtype=torch.float32, device="cpu")
 
 def plain_basis(head_dim: int) -> np.ndarray:
     """The basis of raw states: no rotation, no dense channels, step 1."""
-    return np.array([0, 0, 0, 0, 0, _ONES.data_ptr(), 0, 0, 0, head_dim], dtype=np.int64)
+    return np.array([0, 0, 0, 0, 0, _ONES.data_ptr(), 0, 0, head_dim], dtype=np.int64)

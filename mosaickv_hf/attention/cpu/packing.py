@@ -5,7 +5,8 @@ import torch
 from numba import cfunc, njit
 
 from ...compression.packing import codebook, value_dtype
-from ...segments import INT8_MAX, Basis, PackedStates
+from ...segments import DENSE_TILE, INT8_MAX, SPARE_BYTES, Basis, PackedStates
+from .fields import D_ADDRESS, D_CHANNELS, D_TILE_BYTES, dense_table
 from .simd import (
     at_least,
     get,
@@ -26,8 +27,7 @@ from .threads import SOURCES, run
     _HEADS,
     _TOKENS,
     _HEAD_DIM,
-    _N8,
-    _N4,
+    _DENSE,
     _BLOCK_SIZE,
     _GROUP_SIZE,
     _KEPT_GROUPS,  # of each row; -1 where a threshold decides
@@ -37,8 +37,7 @@ from .threads import SOURCES, run
     _OFFSET,
     _SCALE,
     _STEP,
-    _DENSE8,
-    _DENSE4,
+    _DENSE_TABLE,  # see `fields.dense_table`
     _BITMAP,
     _UNITS,  # int32 [heads, blocks]: of each block
     _VALUES,
@@ -47,11 +46,11 @@ from .threads import SOURCES, run
     _SCRATCH,
     _SCRATCH_BYTES,
     _FIELDS,
-) = range(26)
+) = range(24)
 # Blocks of a work item.
 _RANGE_BLOCKS = 32
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, to even at ties
-_HALF_RANGE, _MAX8, _MAX4 = np.float32(7.5), np.float32(INT8_MAX), np.float32(15)
+_MAX8 = np.float32(INT8_MAX)
 _SIGN_OFF = 0x7FFFFFFF
 
 
@@ -59,7 +58,6 @@ def pack(
     states: torch.Tensor,
     basis: Basis,
     *,
-    num_int8: int,
     selection: str,
     channel_ratio: float,
     dead_zone: float,
@@ -69,12 +67,12 @@ def pack(
     """See `compression.packing.pack`; among elements of equal magnitude the first are kept."""
     heads, tokens, head_dim = states.shape
     num_dense = basis.scale.shape[-1]
-    n4, sparse = num_dense - num_int8, head_dim - num_dense
+    sparse = head_dim - num_dense
     blocks = -(-tokens // block_size)
     rotated = basis.rotate(states.detach().float()).contiguous()
     # Padding rows are zero.
-    dense8 = torch.zeros(heads, blocks, num_int8, block_size, dtype=torch.int8)
-    dense4 = torch.zeros(heads, blocks, n4, block_size // 2, dtype=torch.uint8)
+    tiles = blocks * -(-block_size // DENSE_TILE)
+    dense = torch.zeros(tiles * sum(map(sum, basis.dense_bits)) + SPARE_BYTES, dtype=torch.uint8)
     bitmap = torch.zeros(heads, blocks * block_size, -(-(sparse // group_size) // 8), dtype=torch.uint8)
     units = torch.empty(heads, blocks, dtype=torch.int32)
     boundaries = torch.full((2, 8), torch.inf, dtype=torch.float32, device="cpu")
@@ -88,9 +86,9 @@ def pack(
     count = -1 if selection == "threshold" else max(0, round(channel_ratio * head_dim) - num_dense) // group_size
     threshold = int(np.float32(dead_zone).view(np.int32))
     tensors = [t.contiguous() for t in (rotated, basis.offset, basis.scale, basis.step)]
-    tensors += [dense8, dense4, bitmap, units]
+    tensors += [dense_table(basis, dense.data_ptr(), tiles), bitmap, units]
     call = np.zeros(_FIELDS, dtype=np.int64)
-    call[_HEADS : _N4 + 1] = heads, tokens, head_dim, num_int8, n4
+    call[_HEADS : _DENSE + 1] = heads, tokens, head_dim, num_dense
     bits = torch.tensor(basis.bits, dtype=torch.int64, device="cpu")
     call[_BLOCK_SIZE : _BITS + 1] = block_size, group_size, count, threshold, bits.data_ptr()
     call[_ROTATED : _UNITS + 1] = [t.data_ptr() for t in tensors]
@@ -106,8 +104,7 @@ def pack(
     call[_VALUES : _OFFSETS + 1] = values.data_ptr(), offsets.data_ptr()
     run(encode.address, call, threads)
     return PackedStates(
-        dense8=dense8,
-        dense4=dense4,
+        dense=dense,
         bitmap=bitmap,
         values=values.to(dtype),
         offsets=offsets,
@@ -137,24 +134,21 @@ def _rounded(x, low, high):
 @njit(error_model="numpy")
 def _store_dense(call, head, block, lane, row):
     """The dense channels of one rotated row, token `lane` of a block."""
-    n8, n4, size = get(call, _N8), get(call, _N4), get(call, _BLOCK_SIZE)
-    blocks = (get(call, _TOKENS) + size - 1) // size
-    offset, scale = get(call, _OFFSET) + 4 * head * (n8 + n4), get(call, _SCALE) + 4 * head * (n8 + n4)
-    out = get(call, _DENSE8) + (head * blocks + block) * n8 * size + lane
-    for c in range(n8):
+    dense = get(call, _DENSE)
+    table = get(call, _DENSE_TABLE) + 8 * head * (D_CHANNELS + 2 * dense)
+    offset, scale = get(call, _OFFSET) + 4 * head * dense, get(call, _SCALE) + 4 * head * dense
+    tile = block * ((get(call, _BLOCK_SIZE) + 7) >> 3) + (lane >> 3)
+    tile = get(table, D_ADDRESS) + tile * get(table, D_TILE_BYTES)
+    for c in range(dense):
+        top = get(table, D_CHANNELS + 2 * c + 1) & 255
         unit = (load_f32(row + 4 * c) - load_f32(offset + 4 * c)) / load_f32(scale + 4 * c)
-        store_u8(out + c * size, int(_rounded(unit, -_MAX8, _MAX8)))
-    half = size // 2
-    out = get(call, _DENSE4) + (head * blocks + block) * n4 * half + lane
-    shift = 0
-    if lane >= half:
-        out -= half
-        shift = 4
-    for c in range(n4):
-        at = 4 * (n8 + c)
-        unit = (load_f32(row + at) - load_f32(offset + at)) / load_f32(scale + at)
-        code = int(_rounded(unit + _HALF_RANGE, np.float32(0), _MAX4))
-        store_u8(out + c * half, load_u8(out + c * half) | (code << shift))
+        code = int(_rounded(unit, np.float32(0), np.float32(top)))
+        bit = (lane & 7) * popcount(top)
+        out = tile + get(table, D_CHANNELS + 2 * c) + (bit >> 3)
+        code <<= bit & 7
+        store_u8(out, load_u8(out) | (code & 255))
+        if code > 255:
+            store_u8(out + 1, load_u8(out + 1) | (code >> 8))
 
 
 @njit
@@ -171,7 +165,7 @@ def _select_groups(call, steps, keys, bitmap):
     group_size, wanted = get(call, _GROUP_SIZE), get(call, _KEPT_GROUPS)
     if wanted == 0:
         return 0  # the bitmap is zero
-    groups = (get(call, _HEAD_DIM) - get(call, _N8) - get(call, _N4)) // group_size
+    groups = (get(call, _HEAD_DIM) - get(call, _DENSE)) // group_size
     vectors = (groups + 7) >> 3
     # Bits of positive floats sort as they do.
     for group in range(groups):
@@ -252,7 +246,7 @@ def _compile(sources: int):
         sources  # noqa: B018
         scratch = get(call, _SCRATCH) + next_item(call + 8 * _WORKERS) * get(call, _SCRATCH_BYTES)
         head_dim, size, tokens = get(call, _HEAD_DIM), get(call, _BLOCK_SIZE), get(call, _TOKENS)
-        dense = get(call, _N8) + get(call, _N4)
+        dense = get(call, _DENSE)
         sparse = head_dim - dense
         blocks = (tokens + size - 1) // size
         row_bytes = (sparse // get(call, _GROUP_SIZE) + 7) >> 3
@@ -280,7 +274,7 @@ def _compile(sources: int):
         scratch = get(call, _SCRATCH) + next_item(call + 8 * _WORKERS) * get(call, _SCRATCH_BYTES)
         head_dim, size, tokens = get(call, _HEAD_DIM), get(call, _BLOCK_SIZE), get(call, _TOKENS)
         group_size = get(call, _GROUP_SIZE)
-        dense = get(call, _N8) + get(call, _N4)
+        dense = get(call, _DENSE)
         blocks = (tokens + size - 1) // size
         row_bytes = ((head_dim - dense) // group_size + 7) >> 3
         while True:

@@ -1,7 +1,7 @@
 """Unpacking: eight tokens of a source at a time, as rows of fp32 in a buffer that stays in the first-level cache.
 
-A row holds the dense channels' units, then the sparse channels in steps, each part rounded up to whole vectors with
-zeros; what a unit and a step are worth is folded into the query and into the output.
+A row holds the dense channels' codes, then the sparse channels in steps, each part rounded up to whole vectors with
+zeros; what a code and a step are worth is folded into the query and into the output.
 """
 
 import numpy as np
@@ -9,6 +9,9 @@ from numba import njit
 
 from .fields import (
     BF16,
+    D_ADDRESS,
+    D_CHANNELS,
+    D_TILE_BYTES,
     FP16,
     FP32,
     QUANTIZED,
@@ -19,15 +22,13 @@ from .fields import (
     S_BITS,
     S_BLOCK_SIZE,
     S_CODEBOOK,
-    S_DENSE4,
-    S_DENSE8,
+    S_DENSE,
+    S_DENSE_TABLE,
     S_DENSE_WIDTH,
     S_GROUP_SIZE,
     S_HEAD_DIM,
     S_HEAD_STRIDE,
     S_KIND,
-    S_N4,
-    S_N8,
     S_NUM_BLOCKS,
     S_OFFSETS,
     S_ROW_STRIDE,
@@ -39,10 +40,9 @@ from .simd import (
     get,
     load8,
     load8_bf16,
+    load8_codes,
     load8_f16,
-    load8_half_bytes,
     load8_i8,
-    load8_nibbles,
     load_i32,
     load_i64,
     load_u8,
@@ -54,7 +54,6 @@ from .simd import (
     spread2,
     spread4,
     store8,
-    store_f32,
     store_u8,
     transpose,
 )
@@ -74,41 +73,28 @@ _SPREADS = _spreads()
 READ_AHEAD = 64
 
 
+@njit(forceinline=True)
+def dense_head(states, head):
+    """Address of a head's row of `fields.dense_table`."""
+    return get(states, S_DENSE_TABLE) + 8 * head * (D_CHANNELS + 2 * get(states, S_DENSE))
+
+
+@njit(forceinline=True)
+def dense_tile(states, table, block, first):
+    """Address of the codes of eight tokens of a block, from token `first` on; `table` is from `dense_head`."""
+    tile = block * ((get(states, S_BLOCK_SIZE) + 7) >> 3) + (first >> 3)
+    return get(table, D_ADDRESS) + tile * get(table, D_TILE_BYTES)
+
+
 @njit
 def dense_lanes(states, head, block, first, out):
-    """Units of the dense channels of eight tokens of a block, from token `first` on: `[S_DENSE_WIDTH, 8]` at out."""
-    size, n8, n4 = get(states, S_BLOCK_SIZE), get(states, S_N8), get(states, S_N4)
-    place = head * get(states, S_NUM_BLOCKS) + block
-    dense8, dense4 = get(states, S_DENSE8) + place * n8 * size, get(states, S_DENSE4) + place * n4 * (size // 2)
-    if size % 8 == 0:
-        for c in range(n8):
-            store8(out + 32 * c, load8_i8(dense8 + c * size + first))
-    else:
-        for c in range(n8):
-            for lane in range(8):
-                unit = load_u8(dense8 + c * size + first + lane) if first + lane < size else 0
-                store_f32(out + 32 * c + 4 * lane, (unit ^ 128) - 128)
-    out += 32 * n8
-    half = size // 2
-    if size == 8:
-        for c in range(n4):
-            store8(out + 32 * c, load8_nibbles(dense4 + 4 * c))
-    elif size % 16 == 0:
-        high = 4 if first >= half else 0
-        start = dense4 + (first - half if first >= half else first)
-        for c in range(n4):
-            store8(out + 32 * c, load8_half_bytes(start + c * half, high))
-    else:
-        for c in range(n4):
-            for lane in range(8):
-                token = first + lane
-                unit = 0
-                if token < half:
-                    unit = load_u8(dense4 + c * half + token) & 15
-                elif token < size:
-                    unit = load_u8(dense4 + c * half + token - half) >> 4
-                store_f32(out + 32 * c + 4 * lane, unit)
-    for c in range(n4, get(states, S_DENSE_WIDTH) - n8):
+    """Codes of the dense channels of eight tokens of a block, from token `first` on: `[S_DENSE_WIDTH, 8]` at out."""
+    table, dense = dense_head(states, head), get(states, S_DENSE)
+    tile = dense_tile(states, table, block, first)
+    channels = table + 8 * D_CHANNELS
+    for c in range(dense):
+        store8(out + 32 * c, load8_codes(tile + get(channels, 2 * c), get(channels, 2 * c + 1)))
+    for c in range(dense, get(states, S_DENSE_WIDTH)):
         store8(out + 32 * c, splat(0.0))
 
 
@@ -213,7 +199,7 @@ _row_i8, _row_4, _row_2 = _row_kernel(_fetch_i8), _row_kernel(_fetch_4), _row_ke
 def _sparse_rows(states, head, block, first, out, stride, spare):
     """The sparse channels of eight tokens, rows `stride` bytes apart; tokens past the block are zero."""
     kind, size, group_size = _element_kind(states, head), get(states, S_BLOCK_SIZE), get(states, S_GROUP_SIZE)
-    channels = get(states, S_HEAD_DIM) - get(states, S_N8) - get(states, S_N4)
+    channels = get(states, S_HEAD_DIM) - get(states, S_DENSE)
     num_bytes, num_blocks = get(states, S_BITMAP_BYTES), get(states, S_NUM_BLOCKS)
     codebook, end = get(states, S_CODEBOOK), get(states, S_VALUES_END)
     bitmap = get(states, S_BITMAP) + (head * num_blocks + block) * size * num_bytes
@@ -315,8 +301,8 @@ def prefetch_block(states, head, block):
     for line in range(values, last, 64):
         prefetch(line)
     _prefetch_range(get(states, S_BITMAP), place, get(states, S_BITMAP_BYTES) * size)
-    _prefetch_range(get(states, S_DENSE8), place, get(states, S_N8) * size)
-    _prefetch_range(get(states, S_DENSE4), place, get(states, S_N4) * (size >> 1))
+    table = dense_head(states, head)
+    _prefetch_range(dense_tile(states, table, block, 0), 0, get(table, D_TILE_BYTES) * ((size + 7) >> 3))
 
 
 @njit

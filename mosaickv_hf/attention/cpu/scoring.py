@@ -39,7 +39,6 @@ from .fields import (
     A_WORKERS,
     B_DENSE,
     B_DENSE_WIDTH,
-    B_N8,
     B_OFFSET,
     B_ROTATION,
     B_ROTATION_SCALE,
@@ -57,16 +56,13 @@ from .fields import (
     C_MEAN_TILES,
     C_MEANS,
     C_SELECTED,
+    D_CHANNELS,
     S_BASIS,
     S_BLOCK_SIZE,
-    S_DENSE8,
-    S_DENSE_WIDTH,
-    S_N4,
-    S_N8,
-    S_NUM_BLOCKS,
+    S_DENSE,
     SOURCE_FIELDS,
 )
-from .rows import dense_lanes
+from .rows import dense_head, dense_tile
 from .simd import (
     add,
     exp,
@@ -76,6 +72,7 @@ from .simd import (
     larger,
     load8,
     load8_bool,
+    load8_codes,
     load8_i8,
     load_f32,
     load_i64,
@@ -177,7 +174,7 @@ def _prepare_rows(call, place, head, first, end):
             store8(at + r1 * stride, mul(a1, unit))
             store8(at + r2 * stride, mul(a2, unit))
             store8(at + r3 * stride, mul(a3, unit))
-    dense, n8 = get(basis, B_DENSE), get(basis, B_N8)
+    dense = get(basis, B_DENSE)
     offset, scale = get(basis, B_OFFSET) + 4 * head * dense, get(basis, B_SCALE) + 4 * head * dense
     step = load_f32(get(basis, B_STEP) + 4 * head)
     units = 4 * (P_ROTATED + padded(head_dim))
@@ -186,10 +183,7 @@ def _prepare_rows(call, place, head, first, end):
         constant = np.float32(0.0)
         for c in range(dense):
             q, unit = load_f32(rotated + 4 * c), load_f32(scale + 4 * c)
-            zero = load_f32(offset + 4 * c)
-            if c >= n8:
-                zero -= np.float32(7.5) * unit
-            constant += q * zero
+            constant += q * load_f32(offset + 4 * c)
             store_f32(folded + 4 * c, q * unit)
         for c in range(dense, get(basis, B_DENSE_WIDTH)):
             store_f32(folded + 4 * c, 0.0)
@@ -214,9 +208,8 @@ def _dot_kernel(fetch):
     """A function that multiplies eight lanes of keys, as `fetch` loads them, by query rows."""
 
     @njit
-    def dots(queries, query_stride, rows, channels, first, second, stride, out):
-        """Products of two groups of eight keys, whose channels are `stride` bytes apart, to `out[row, 0]` and
-        `out[row, 1]`; a row of `out` has eight groups."""
+    def dots(queries, query_stride, rows, channels, first, second, table, out):
+        """Products of two groups of eight keys to `out[row, 0]` and `out[row, 1]`; a row of `out` has eight groups."""
         for row in range(0, rows, 4):
             # Four rows at a time; the last ones may be the same row again.
             r1, r2, r3 = min(row + 1, rows - 1), min(row + 2, rows - 1), min(row + 3, rows - 1)
@@ -225,7 +218,7 @@ def _dot_kernel(fetch):
             a0, a1, a2, a3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
             b0, b1, b2, b3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
             for c in range(channels):
-                x, y = fetch(first + stride * c), fetch(second + stride * c)
+                x, y = fetch(first, c, table), fetch(second, c, table)
                 q = load_splat(q0 + 4 * c)
                 a0, b0 = fma(q, x, a0), fma(q, y, b0)
                 q = load_splat(q1 + 4 * c)
@@ -248,7 +241,19 @@ def _dot_kernel(fetch):
 
 # Bytes of a query row's products with eight groups of keys.
 _GROUPS = 256
-_dots_int8, _dots_fp32 = _dot_kernel(load8_i8), _dot_kernel(load8)
+
+
+@njit(forceinline=True)
+def _fetch_mean(keys, channel, _):
+    return load8_i8(keys + 8 * channel)
+
+
+@njit(forceinline=True)
+def _fetch_codes(keys, channel, table):
+    return load8_codes(keys + get(table, 2 * channel), get(table, 2 * channel + 1))
+
+
+_dots_of_means, _dots_of_codes = _dot_kernel(_fetch_mean), _dot_kernel(_fetch_codes)
 
 
 @njit
@@ -269,7 +274,7 @@ def _score_means(call, source, head, first, end, scratch):
         groups = (count + 7) >> 3
         for i in range(0, groups, 2):
             one, two = means + 8 * channels * i, means + 8 * channels * min(i + 1, groups - 1)
-            _dots_int8(queries, 4 * channels, group, channels, one, two, 8, products + 32 * i)
+            _dots_of_means(queries, 4 * channels, group, channels, one, two, 0, products + 32 * i)
         means += 64 * channels
         for row in range(group):
             scores, mine = _scores_at(call, source, head, row) + 4 * start, products + _GROUPS * row
@@ -296,17 +301,13 @@ def _score_tokens(call, source, head, first, end, scratch):
     """By the best dense channels' logit of the tokens of blocks `first` to `end`."""
     keys, group = source + 8 * C_K, get(call, A_GROUP)
     size, length = get(keys, S_BLOCK_SIZE), get(source, C_LENGTH)
-    n8, n4 = get(keys, S_N8), get(keys, S_N4)
+    dense = get(keys, S_DENSE)
     queries = prepared_row(call, get(keys, S_BASIS), head, 0)
     query_stride = 4 * get(call, A_PREPARED_WIDTH)
     units = queries + 4 * (P_ROTATED + padded(get(call, A_KEY_DIM)))
     per_block = (size + 7) >> 3
     products, line = scratch, scratch + _GROUPS * group
-    lanes = line + 64
-    lanes_bytes = 32 * get(keys, S_DENSE_WIDTH)
-    # Whole vectors of int8 are used where they lie.
-    in_place = n4 == 0 and size % 8 == 0
-    dense8 = get(keys, S_DENSE8) + head * get(keys, S_NUM_BLOCKS) * n8 * size
+    table = dense_head(keys, head)
     masked = get(call, A_MASK_BYTES) != 0
     place = get(source, C_FIRST_TOKEN)
     if per_block > 1:
@@ -321,14 +322,9 @@ def _score_tokens(call, source, head, first, end, scratch):
             j = min(i + 1, groups - 1)
             block, token = (start + i) // per_block, 8 * ((start + i) % per_block)
             block2, token2 = (start + j) // per_block, 8 * ((start + j) % per_block)
-            if in_place:
-                one, two = dense8 + block * n8 * size + token, dense8 + block2 * n8 * size + token2
-                _dots_int8(units, query_stride, group, n8, one, two, size, products + 32 * i)
-            else:
-                dense_lanes(keys, head, block, token, lanes)
-                dense_lanes(keys, head, block2, token2, lanes + lanes_bytes)
-                two = lanes + lanes_bytes
-                _dots_fp32(units, query_stride, group, n8 + n4, lanes, two, 32, products + 32 * i)
+            one, two = dense_tile(keys, table, block, token), dense_tile(keys, table, block2, token2)
+            channels = table + 8 * D_CHANNELS
+            _dots_of_codes(units, query_stride, group, dense, one, two, channels, products + 32 * i)
         for row in range(group):
             mine, prepared = products + _GROUPS * row, queries + row * query_stride
             if masked or not whole:

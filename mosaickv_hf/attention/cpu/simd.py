@@ -1,8 +1,9 @@
 """Eight-lane vectors for numba kernels: a numba type for them and the few operations the kernels are built from.
 
 Kernels address memory by integers (bytes), as C does by pointers, so that one compiled kernel serves all dtypes and
-shapes. Everything is generic LLVM vector code, which any CPU can run, except one AVX2 instruction (`vpermps`) that
-spreads a row's kept elements to their channels; it is replaced where numba compiles for a CPU without it.
+shapes. Everything is generic LLVM vector code, which any CPU can run, except an AVX2 instruction (`vpermps`)
+that spreads a row's kept elements to their channels and a BMI2 one (`pdep`) that unpacks codes; they are replaced where
+numba compiles for a CPU without them.
 """
 
 import inspect
@@ -197,20 +198,17 @@ def load8_bool(b, p):
     return b.select(seen, _const([0.0] * 8, _F32), _const([-np.inf] * 8, _F32))
 
 
-@_op(F32X8, _i64)
-def load8_nibbles(b, p):
-    """Four bytes: their low halves, then their high halves."""
-    word = _splat(b, _load(b, p, _I32))
-    shifted = b.lshr(word, _const([0, 8, 16, 24, 4, 12, 20, 28]))
-    return b.sitofp(b.and_(shifted, _const([15] * 8)), _F32X8)
-
-
 @_op(F32X8, _i64, _i64)
-def load8_half_bytes(b, p, high):
-    """Eight bytes: their low halves, or, if `high` is 4, their high halves."""
-    wide = b.zext(_load(b, p, _I8X8), _I32X8)
-    shifted = b.lshr(wide, _splat(b, b.trunc(high, _I32)))
-    return b.sitofp(b.and_(shifted, _const([15] * 8)), _F32X8)
+def load8_codes(b, p, mask):
+    """Eight codes of w bits, lowest bits first, from a word of eight bytes. `mask`: w ones in each of eight bytes."""
+    word = _load(b, p, _I64)
+    if _has("bmi2"):
+        codes = b.bitcast(_call(b, "llvm.x86.bmi.pdep.64", _I64, [word, mask]), _I8X8)
+    else:
+        one = b.and_(mask, ir.Constant(_I64, 255))
+        shifts = b.mul(_splat(b, b.ctpop(one)), _const(range(8), _I64))
+        codes = b.trunc(b.and_(b.lshr(_splat(b, word), shifts), _splat(b, one)), _I8X8)
+    return b.uitofp(codes, _F32X8)
 
 
 # Arithmetic

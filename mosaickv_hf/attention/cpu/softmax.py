@@ -25,7 +25,6 @@ from .fields import (
     B_DENSE,
     B_DENSE_WIDTH,
     B_HEAD_DIM,
-    B_N8,
     B_OFFSET,
     B_ROTATION,
     B_ROTATION_SCALE,
@@ -333,15 +332,13 @@ def _merge_row(call, head, row, scratch):
 @njit
 def _add_back(basis, head, collected, weight, plain, output):
     """Adds weighted units of one basis, whose weights' sum is `weight`, to an output row in the model's channels."""
-    dense, n8, head_dim = get(basis, B_DENSE), get(basis, B_N8), get(basis, B_HEAD_DIM)
+    dense, head_dim = get(basis, B_DENSE), get(basis, B_HEAD_DIM)
     offset, scale = get(basis, B_OFFSET) + 4 * head * dense, get(basis, B_SCALE) + 4 * head * dense
     step = load_f32(get(basis, B_STEP) + 4 * head)
     for c in range(head_dim, padded(head_dim)):
         store_f32(plain + 4 * c, 0.0)
     for c in range(dense):
         zero, unit = load_f32(offset + 4 * c), load_f32(scale + 4 * c)
-        if c >= n8:
-            zero -= np.float32(7.5) * unit
         store_f32(plain + 4 * c, load_f32(collected + 4 * c) * unit + weight * zero)
     sparse = collected + 4 * get(basis, B_DENSE_WIDTH)
     for c in range(head_dim - dense):
