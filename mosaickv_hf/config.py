@@ -86,8 +86,8 @@ class MosaicKVConfig:
     key_step: float = 0.62
     value_step: float = 1.2
     adapt_steps: bool = True
-    key_loss: float = 2e-4
-    value_loss: float = 2e-3
+    key_loss: float = 4e-4
+    value_loss: float = 1.5e-3
     query_window: int = 8
     dead_zone: float = 0.53
     group_size: int = 1
