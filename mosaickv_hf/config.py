@@ -87,7 +87,7 @@ class MosaicKVConfig:
     value_step: float = 1.2
     adapt_steps: bool = True
     key_loss: float = 4e-4
-    value_loss: float = 1.5e-3
+    value_loss: float = 1e-3
     query_window: int = 8
     dead_zone: float = 0.53
     group_size: int = 1
