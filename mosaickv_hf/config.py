@@ -10,7 +10,7 @@ from . import hub
 
 _SELECTIONS = ("top_r", "threshold")
 _INDEXES = ("principal", "mean")
-_BACKENDS = ("auto", "numba", "torch")
+_BACKENDS = ("auto", "numba", "triton", "torch")
 _BITS = ("native", 16, 8, 4, 2)
 _MODES = ("async", "sync", "off")
 
@@ -74,7 +74,8 @@ class MosaicKVConfig:
         segment_loss (`float`): it closes earlier once the loss of packing its newest tokens, as squared error to
             energy, exceeds that of its first ones by this factor.
         backend (`str`): `"auto"` takes the compiled kernels of the device where there are some, `"numba"` insists on
-            them on CPU, `"torch"` is the plain implementation that they are tested against.
+            those for CPUs, `"triton"` on those for GPUs, `"torch"` is the plain implementation that they are tested
+            against.
 
     Raises:
         ValueError: a value outside its range; the message names the argument, what was given and what is allowed.
@@ -86,7 +87,7 @@ class MosaicKVConfig:
     key_step: float = 0.62
     value_step: float = 1.2
     adapt_steps: bool = True
-    key_loss: float = 4e-4
+    key_loss: float = 3e-4
     value_loss: float = 1e-3
     query_window: int = 8
     dead_zone: float = 0.53
@@ -94,7 +95,7 @@ class MosaicKVConfig:
     key_bits: int | str = 4
     value_bits: int | str = 4
     key_dense_channels: int = 16
-    value_dense_channels: int = 0
+    value_dense_channels: int = 8
     rotate: bool = True
     block_index: str = "principal"
     index_channels: int = 32
