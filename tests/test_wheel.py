@@ -26,6 +26,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "mosaickv_hf").rglob("*.py")}
     assert modules <= set(names)
     assert "mosaickv_hf/py.typed" in names
+    # Beside the package in the repository, and never `triton_kernels`, which is another package's name.
+    kernels = {f"mosaickv_hf/triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
+    assert kernels and kernels <= set(names)
 
 
 def test_without_numba_and_triton(wheel, tmp_path):

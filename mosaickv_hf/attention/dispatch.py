@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backend import uses_numba
+from ..backend import uses_numba, uses_triton
 from ..config import MosaicKVConfig
 from . import reference
 
@@ -20,4 +20,8 @@ def attend(
         from .cpu import attend as attend_on_cpu  # compiling, or loading what is compiled, takes a moment
 
         return attend_on_cpu(query, sequence, mask, config)
+    if uses_triton(query.device, config):
+        from ..triton_kernels import attend as attend_on_gpu
+
+        return attend_on_gpu(query, sequence, mask, config)
     return reference.attend(query, sequence, mask, config)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..backend import uses_numba
+from ..backend import uses_numba, uses_triton
 from ..config import MosaicKVConfig
 from ..segments import INDEX_TILE, INT8_MAX, Basis, PackedSegment, PackedStates, tile
 from .packing import pack
@@ -52,6 +52,8 @@ def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, confi
     pack_states = pack
     if uses_numba(keys.device, config):
         from ..attention.cpu import pack as pack_states  # compiling, or loading what is compiled, takes a moment
+    elif uses_triton(keys.device, config):
+        from ..triton_kernels import pack as pack_states
 
     def packed(states: torch.Tensor, basis: Basis, kind: str) -> PackedStates:
         return pack_states(
