@@ -39,7 +39,7 @@ def _unpack(
     GROUP_SIZE: tl.constexpr,
     KIND: tl.constexpr,
     WORDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """Codes of the dense channels and values of the sparse ones; what a config has none of is a single zero."""
     N: tl.constexpr = BLOCKS * BLOCK_SIZE
@@ -64,7 +64,7 @@ def _unpack(
     if ROW_BYTES > 0:
         sparse = sparse_values(
             tl.load(segment + STATES + _BITMAP).to(tl.pointer_type(tl.uint8)),
-            tl.load(segment + STATES + _VALUES).to(tl.pointer_type(tl.uint8)),
+            tl.load(segment + STATES + _VALUES),
             tl.load(segment + STATES + _OFFSETS).to(tl.pointer_type(tl.int32)),
             tl.load(tl.load(segment + STATES + _BITS).to(tl.pointer_type(tl.int32)) + head),
             head,
@@ -78,7 +78,7 @@ def _unpack(
             GROUP_SIZE,
             KIND,
             WORDS,
-            ALIGNED,
+            FIXED,
         )
     else:
         sparse = tl.zeros([1, 1], dtype=tl.float32)
@@ -117,7 +117,7 @@ def packed_attention_kernel(
     K_BYTES_PADDED: tl.constexpr,
     K_KIND: tl.constexpr,
     K_WORDS: tl.constexpr,
-    K_ALIGNED: tl.constexpr,
+    K_FIXED: tl.constexpr,
     V_DENSE: tl.constexpr,
     V_DENSE_PADDED: tl.constexpr,
     V_SPARSE: tl.constexpr,
@@ -125,7 +125,7 @@ def packed_attention_kernel(
     V_BYTES_PADDED: tl.constexpr,
     V_KIND: tl.constexpr,
     V_WORDS: tl.constexpr,
-    V_ALIGNED: tl.constexpr,
+    V_FIXED: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
 ):
     """See `packed_attention`. MASK: 0 none, 1 bool, 2 float, whose row stride is that of a query row."""
@@ -182,7 +182,7 @@ def packed_attention_kernel(
         live = tl.reshape(seen[:, None] & (tl.arange(0, BLOCK_SIZE) >= 0)[None, :], [N]) & (token < length)
         dense, sparse = _unpack(
             segment, head, block, seen, _K, BLOCKS, BLOCK_SIZE, K_DENSE, K_DENSE_PADDED, K_ROW_BYTES, K_BYTES_PADDED,
-            GROUP_SIZE, K_KIND, K_WORDS, K_ALIGNED,
+            GROUP_SIZE, K_KIND, K_WORDS, K_FIXED,
         )  # fmt: skip
         logits = tl.zeros([ROWS, N], dtype=tl.float32) + same[:, None]
         if K_DENSE > 0:
@@ -210,7 +210,7 @@ def packed_attention_kernel(
         top = larger
         dense, sparse = _unpack(
             segment, head, block, seen, _V, BLOCKS, BLOCK_SIZE, V_DENSE, V_DENSE_PADDED, V_ROW_BYTES, V_BYTES_PADDED,
-            GROUP_SIZE, V_KIND, V_WORDS, V_ALIGNED,
+            GROUP_SIZE, V_KIND, V_WORDS, V_FIXED,
         )  # fmt: skip
         if V_DENSE > 0:
             dense_output = dense_output * keep[:, None] + tl.dot(weights, dense, input_precision=PRECISION)
@@ -242,15 +242,14 @@ def shape_constants(keys: StatesShape, values: StatesShape) -> dict[str, int]:
             f"{kind}_BYTES_PADDED": shape.bytes_padded,
             f"{kind}_KIND": shape.kind,
             f"{kind}_WORDS": shape.words,
-            f"{kind}_ALIGNED": shape.aligned,
+            f"{kind}_FIXED": shape.fixed,
         }
     return constants
 
 
-def launch_constants(rows: int, head_dim: int, block_size: int) -> dict[str, int]:
-    """Tile sizes, by shape: 32 tokens a step, 16 where a row is long or many queries share it."""
-    tokens = 32 if head_dim <= 128 and rows <= 32 else 16
-    return {"ROWS": 16 if rows <= 16 else 32, "BLOCKS": max(1, tokens // block_size), "num_warps": 4}
+def launch_constants(block_size: int) -> dict[str, int]:
+    """Tile sizes: 16 query rows by 16 tokens, the least that a matrix product takes; larger ones spill registers."""
+    return {"ROWS": 16, "BLOCKS": max(1, 16 // block_size), "num_warps": 4}
 
 
 def precision() -> str:
@@ -291,7 +290,7 @@ def packed_attention(
     value_dim = constants["V_DENSE"] + constants["V_SPARSE"]
     top = query.new_empty(segments * splits, heads, query_rows)
     total, output = torch.empty_like(top), query.new_empty(*top.shape, value_dim)
-    launch = launch_constants(query_rows, max(head_dim, value_dim), block_size)
+    launch = launch_constants(block_size)
     grid = (heads, triton.cdiv(query_rows, launch["ROWS"]), segments * splits)
     packed_attention_kernel[grid](
         rows,
@@ -319,7 +318,7 @@ def packed_attention(
     return top, total, output
 
 
-_SIZES = tuple(shape_constants(StatesShape(0, 0, 0, 1, 0, 1, 1), StatesShape(0, 0, 0, 1, 0, 1, 1)))
+_SIZES = tuple(shape_constants(StatesShape(0, 0, 0, 1, 0, 1, 0), StatesShape(0, 0, 0, 1, 0, 1, 0)))
 
 
 @packed_attention.register_fake

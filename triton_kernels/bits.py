@@ -84,19 +84,19 @@ def sparse_values(
     GROUP_SIZE: tl.constexpr,
     KIND: tl.constexpr,
     WORDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """fp32 `[N, 8 * GROUP_SIZE * BYTES_PADDED]`: the sparse channels, in steps, of all tokens of some blocks.
 
     A row is read as consecutive words and spread from there: single elements would be as many loads.
 
     Args:
-        bitmap, values, offsets: addresses of the fields of `PackedStates`.
+        bitmap, values, offsets: the fields of `PackedStates`; of values the address, a multiple of 16.
         bits: of the head's codes, if KIND is QUANTIZED.
         block: `[BLOCKS]`; seen: `[BLOCKS]`, which of them exist.
         ROW_BYTES: of a bitmap; BYTES_PADDED: the next power of two.
         WORDS: a power of two that the words of a row do not exceed: of 32 bits if KIND is QUANTIZED, else elements.
-        ALIGNED: rows take a multiple of so many elements (KIND not QUANTIZED).
+        FIXED: elements of every row that is not padding; 0 where rows differ (or KIND is QUANTIZED).
     """
     N: tl.constexpr = BLOCKS * BLOCK_SIZE
     CHANNELS: tl.constexpr = 8 * GROUP_SIZE * BYTES_PADDED
@@ -125,6 +125,7 @@ def sparse_values(
     rank = tl.reshape(rank, [N, CHANNELS])
 
     word = tl.arange(0, WORDS)
+    values = tl.multiple_of(values, 16)
     if KIND == 0:
         # An aligned word that holds a byte of ours lies in our memory's page, whatever its other bytes are.
         last = (start + units + 3) >> 2
@@ -137,7 +138,6 @@ def sparse_values(
         found = tl.gather(words, tl.minimum(place >> 5, WORDS - 1), 1)
         code = (found >> (place & 31)) & ((1 << bits) - 1)
         return tl.where(kept != 0, code_value(code, bits, GROUP_SIZE), 0.0)
-    start = tl.multiple_of(start, ALIGNED)
     if KIND == 1:
         elements = values.to(tl.pointer_type(tl.float16))
     elif KIND == 2:
@@ -145,7 +145,11 @@ def sparse_values(
     else:
         elements = values.to(tl.pointer_type(tl.float32))
     elements = tl.multiple_of(elements, 16)
-    words = tl.load(
-        elements + start[:, None] + word[None, :], mask=exists[:, None] & (word[None, :] < count[:, None]), other=0.0
-    ).to(tl.float32)
+    if FIXED > 0:
+        # Where every row begins is known then, and that whole rows are read, so loads are as wide as they can be.
+        start = tl.multiple_of(tl.reshape(first[:, None] + (token * FIXED)[None, :], [N]), FIXED & -FIXED)
+        there = (exists & (count > 0))[:, None] & (word < FIXED)[None, :]
+    else:
+        there = exists[:, None] & (word[None, :] < count[:, None])
+    words = tl.load(elements + start[:, None] + word[None, :], mask=there, other=0.0).to(tl.float32)
     return tl.where(kept != 0, tl.gather(words, tl.minimum(rank, WORDS - 1), 1), 0.0)

@@ -365,7 +365,7 @@ def _(rotated, step, bits, bitmap, starts, units, num_dense, group_size, plain):
 
 def launch_constants(head_dim: int) -> dict[str, int]:
     """Tile sizes, by shape."""
-    return {"ROWS": 32 if head_dim <= 128 else 16, "num_warps": 4}
+    return {"ROWS": 16 if head_dim <= 128 else 8, "num_warps": 4}
 
 
 oracle = packing.pack

@@ -37,7 +37,7 @@ class StatesShape:
     group_size: int
     kind: int
     words: int
-    aligned: int
+    fixed: int
 
     @property
     def dense_padded(self) -> int:
@@ -56,7 +56,7 @@ class StatesShape:
     def of(cls, states: PackedStates) -> "StatesShape":
         sparse, kind = states.head_dim - states.num_dense, _KINDS[states.values.dtype]
         row_bytes, group_size = states.bitmap.shape[2], states.group_size
-        aligned = 1
+        fixed = 0
         if kind == QUANTIZED:
             words = -(-sparse * max(states.basis.bits) // 32) + 1
         else:
@@ -64,11 +64,8 @@ class StatesShape:
             # If elements are chosen by rank all rows are as long, but for padding at the end.
             units = (states.offsets[:, 1:] - states.offsets[:, :-1]).unique().tolist()
             if len(units) == 1 and units[0] and units[0] % states.block_size == 0:
-                words = units[0] // states.block_size
-                aligned = words & -words
-        return cls(
-            states.num_dense, sparse, row_bytes, group_size, kind, triton.next_power_of_2(max(words, 1)), aligned
-        )
+                words = fixed = units[0] // states.block_size
+        return cls(states.num_dense, sparse, row_bytes, group_size, kind, triton.next_power_of_2(max(words, 1)), fixed)
 
 
 def dense_table(basis: Basis, num_tiles: int) -> torch.Tensor:
@@ -152,6 +149,8 @@ class Table:
 
 
 def _common(shapes: list[StatesShape]) -> StatesShape:
-    return dataclasses.replace(
-        shapes[0], words=max(shape.words for shape in shapes), aligned=min(shape.aligned for shape in shapes)
-    )
+    fixed = shapes[0].fixed if len({shape.fixed for shape in shapes}) == 1 else 0
+    words = max(shape.words for shape in shapes)
+    if shapes[0].kind != QUANTIZED and not fixed:
+        words = triton.next_power_of_2(shapes[0].num_sparse)
+    return dataclasses.replace(shapes[0], words=words, fixed=fixed)
