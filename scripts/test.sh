@@ -4,12 +4,17 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# Two processes of one thread each: tests are mostly small operations, which threads do not speed up.
+run_tests() {
+    OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile "$@"
+}
+
 (
     source scripts/env.sh
     install_extras test eval harness
     ruff check .
     ruff format --check .
-    python -m pytest "$@"
+    run_tests "$@"
 )
 
 if [[ "${MOSAICKV_TEST_OLDEST:-0}" == 1 ]]; then
@@ -19,6 +24,6 @@ if [[ "${MOSAICKV_TEST_OLDEST:-0}" == 1 ]]; then
         source scripts/env.sh
         install_extras test
         echo "Again with the oldest supported Transformers ($(python -m pip list 2>/dev/null | awk '$1 == "transformers" {print $2}'))"
-        python -m pytest -m "not slow" --ignore tests/evaluation
+        run_tests -m "not slow" --ignore tests/evaluation
     )
 fi

@@ -26,6 +26,15 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(autouse=True)
+def two_threads():
+    """Kernels share their work out, whatever number of threads the tests run with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def poisoned():
     """Memory that torch does not initialize holds NaN, so that what a kernel fails to write is seen."""
     before = torch.are_deterministic_algorithms_enabled()
