@@ -74,6 +74,22 @@ def byte_tokenizer():
     return tokenizer
 
 
+def uneven_states(heads, length, head_dim, dtype=torch.float32):
+    """`[heads, length, head_dim]` with an uneven spectrum and a mean, as keys of models have."""
+    basis = torch.randn(heads, head_dim, head_dim) / head_dim**0.5
+    spectrum = torch.logspace(0.3, -0.7, head_dim)
+    return ((torch.randn(heads, length, head_dim) * spectrum) @ basis + 2 * basis[:, :1]).to(dtype)
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that torch does not initialize holds NaN, so that what a kernel fails to write is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture(autouse=True)
 def _no_grad():
     with torch.no_grad():

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from conftest import uneven_states
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -34,20 +35,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that torch does not initialize holds NaN, so that what a kernel fails to write is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-def states(heads: int, length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """`[heads, length, head_dim]` with an uneven spectrum and a mean, as keys of models have."""
-    basis = torch.randn(heads, head_dim, head_dim) / head_dim**0.5
-    spectrum = torch.logspace(0.3, -0.7, head_dim)
-    return ((torch.randn(heads, length, head_dim) * spectrum) @ basis + 2 * basis[:, :1]).to(dtype)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def mask_of(kind: str, heads: int, group: int, queries: int, length: int) -> torch.Tensor | None:
@@ -126,10 +114,12 @@ def sequence_of(case) -> SequenceStore:
     config, (key_dim, value_dim), sequence = case["config"], case["dims"], SequenceStore()
     for blocks in case["segments"]:
         count = blocks * config.block_size + (config.sink_tokens if sequence.sinks is None else 0)
-        sequence.buffer.append(*(states(case["heads"], count, d, case["dtype"]) for d in (key_dim, value_dim)))
+        sequence.buffer.append(*(uneven_states(case["heads"], count, d, case["dtype"]) for d in (key_dim, value_dim)))
         queries = torch.randn(case["heads"], 1, 4, key_dim) if case["adapted"] else None
         sequence.pack(blocks * config.block_size, config, queries)
-    sequence.buffer.append(*(states(case["heads"], case["buffer"], d, case["dtype"]) for d in (key_dim, value_dim)))
+    sequence.buffer.append(
+        *(uneven_states(case["heads"], case["buffer"], d, case["dtype"]) for d in (key_dim, value_dim))
+    )
     if case["crop"] < sequence.length:
         sequence.crop(case["crop"])
     return sequence
@@ -174,7 +164,7 @@ def test_pack_equals_the_torch_packer(block_size, dense):
     torch.manual_seed(0)
     from mosaickv_hf.attention.cpu import pack
 
-    given_states = states(2, 157, 96)
+    given_states = uneven_states(2, 157, 96)
     moments = Moments.of(given_states)
     config = MosaicKVConfig(key_dense_channels=dense, block_index="mean")
     fitted = fit_bases(moments, moments, config, torch.float32)[0]

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import tiny_model, uneven_states
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 from mosaickv_hf.attention import reference
@@ -33,19 +33,7 @@ MASKS = (None, "causal", "random", "additive", "nothing")
 SMALL = {"buffer_tokens": 32, "min_segment_length": 32, "sink_tokens": 3, "min_attended_tokens": 40}
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that torch does not initialize holds NaN, so that what a kernel fails to write is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-def states(heads, length, head_dim, dtype=torch.float32):
-    basis = torch.randn(heads, head_dim, head_dim) / head_dim**0.5
-    spectrum = torch.logspace(0.3, -0.7, head_dim)
-    return ((torch.randn(heads, length, head_dim) * spectrum) @ basis + 2 * basis[:, :1]).to(dtype)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def make_sequence(config, lengths, dims, dtype=torch.float32, heads=2, buffer=5):
@@ -53,9 +41,9 @@ def make_sequence(config, lengths, dims, dtype=torch.float32, heads=2, buffer=5)
     sequence = SequenceStore()
     for length in lengths:
         count = length + (config.sink_tokens if sequence.sinks is None else 0)
-        sequence.buffer.append(*(states(heads, count, d, dtype) for d in dims))
+        sequence.buffer.append(*(uneven_states(heads, count, d, dtype) for d in dims))
         sequence.pack(length, config, torch.randn(heads, 1, 4, dims[0]))
-    sequence.buffer.append(*(states(heads, buffer, d, dtype) for d in dims))
+    sequence.buffer.append(*(uneven_states(heads, buffer, d, dtype) for d in dims))
     return sequence
 
 
@@ -183,9 +171,9 @@ def test_pack_equals_the_torch_packer(head_dim, selection, ratio, bits, group_si
     torch.manual_seed(0)
     dense += -dense % group_size
     config = MosaicKVConfig(key_dense_channels=dense, block_index="mean")
-    fitted = fit_bases(*[Moments.of(states(2, 200, head_dim))] * 2, config, torch.float32)[0]
+    fitted = fit_bases(*[Moments.of(uneven_states(2, 200, head_dim))] * 2, config, torch.float32)[0]
     basis = with_steps(fitted, fitted.step * torch.tensor([0.2, 2.0]), bits)
-    given = states(2, n, head_dim, dtype)
+    given = uneven_states(2, n, head_dim, dtype)
     for block_size in (8, 6, 16):
         arguments = {
             "selection": selection,

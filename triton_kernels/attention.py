@@ -10,17 +10,23 @@ import triton.language as tl
 
 from ..attention.reference import Partial, attend_blocks, attend_segment, merge
 from ..segments import PackedSegment
-from . import tables
 from .bits import INTERPRETED, dense_codes, sparse_values
+from .fields import (
+    BITMAP,
+    BITS,
+    DENSE,
+    DENSE_TABLE,
+    FIELDS,
+    FIRST_BLOCK,
+    FIRST_TOKEN,
+    KEYS,
+    LENGTH,
+    NUM_BLOCKS,
+    OFFSETS,
+    VALUES,
+    VALUES_STATES,
+)
 from .tables import StatesShape, Table
-
-_K, _V = tl.constexpr(0), tl.constexpr(tables.STATES_FIELDS)
-_DENSE, _DENSE_TABLE = tl.constexpr(tables.DENSE), tl.constexpr(tables.DENSE_TABLE)
-_BITMAP, _VALUES = tl.constexpr(tables.BITMAP), tl.constexpr(tables.VALUES)
-_OFFSETS, _BITS = tl.constexpr(tables.OFFSETS), tl.constexpr(tables.BITS)
-_NUM_BLOCKS, _LENGTH = tl.constexpr(tables.NUM_BLOCKS), tl.constexpr(tables.LENGTH)
-_FIRST_BLOCK, _FIRST_TOKEN = tl.constexpr(tables.FIRST_BLOCK), tl.constexpr(tables.FIRST_TOKEN)
-_FIELDS = tl.constexpr(tables.FIELDS)
 
 
 @triton.jit
@@ -43,15 +49,15 @@ def _unpack(
 ):
     """Codes of the dense channels and values of the sparse ones; what a config has none of is a single zero."""
     N: tl.constexpr = BLOCKS * BLOCK_SIZE
-    num_blocks = tl.load(segment + _NUM_BLOCKS)
+    num_blocks = tl.load(segment + NUM_BLOCKS)
     if NUM_DENSE > 0:
         token = tl.arange(0, BLOCK_SIZE)
         tile = tl.reshape(block[:, None] * ((BLOCK_SIZE + 7) // 8) + (token // 8)[None, :], [N])
         lane = tl.reshape((block * 0)[:, None] + (token % 8)[None, :], [N])
         exists = tl.reshape(seen[:, None] & (token >= 0)[None, :], [N])
-        table = tl.load(segment + STATES + _DENSE_TABLE).to(tl.pointer_type(tl.int64))
+        table = tl.load(segment + STATES + DENSE_TABLE).to(tl.pointer_type(tl.int64))
         dense = dense_codes(
-            tl.load(segment + STATES + _DENSE).to(tl.pointer_type(tl.uint8)),
+            tl.load(segment + STATES + DENSE).to(tl.pointer_type(tl.uint8)),
             table + head * (2 + 2 * NUM_DENSE),
             tile,
             lane,
@@ -63,10 +69,10 @@ def _unpack(
         dense = tl.zeros([1, 1], dtype=tl.float32)
     if ROW_BYTES > 0:
         sparse = sparse_values(
-            tl.load(segment + STATES + _BITMAP).to(tl.pointer_type(tl.uint8)),
-            tl.load(segment + STATES + _VALUES),
-            tl.load(segment + STATES + _OFFSETS).to(tl.pointer_type(tl.int32)),
-            tl.load(tl.load(segment + STATES + _BITS).to(tl.pointer_type(tl.int32)) + head),
+            tl.load(segment + STATES + BITMAP).to(tl.pointer_type(tl.uint8)),
+            tl.load(segment + STATES + VALUES),
+            tl.load(segment + STATES + OFFSETS).to(tl.pointer_type(tl.int32)),
+            tl.load(tl.load(segment + STATES + BITS).to(tl.pointer_type(tl.int32)) + head),
             head,
             num_blocks,
             block,
@@ -134,7 +140,7 @@ def packed_attention_kernel(
     V_WIDTH: tl.constexpr = 8 * GROUP_SIZE * V_BYTES_PADDED
     head, slot = tl.program_id(0), tl.program_id(2)
     place, split = slot // SPLITS, slot % SPLITS
-    segment = table + place * _FIELDS
+    segment = table + place * FIELDS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     at = ((place * heads + head) * rows + row).to(tl.int64)
     there = row < rows
@@ -150,9 +156,9 @@ def packed_attention_kernel(
         )
     same = tl.load(constant + at, mask=there, other=0.0)
 
-    length = tl.load(segment + _LENGTH)
+    length = tl.load(segment + LENGTH)
     if SELECTED:
-        first_block = tl.load(segment + _FIRST_BLOCK)
+        first_block = tl.load(segment + FIRST_BLOCK)
         begin = tl.load(starts + head * (num_segments + 1) + place)
         end = tl.load(starts + head * (num_segments + 1) + place + 1)
     else:
@@ -181,7 +187,7 @@ def packed_attention_kernel(
         token = tl.reshape(block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :], [N])
         live = tl.reshape(seen[:, None] & (tl.arange(0, BLOCK_SIZE) >= 0)[None, :], [N]) & (token < length)
         dense, sparse = _unpack(
-            segment, head, block, seen, _K, BLOCKS, BLOCK_SIZE, K_DENSE, K_DENSE_PADDED, K_ROW_BYTES, K_BYTES_PADDED,
+            segment, head, block, seen, KEYS, BLOCKS, BLOCK_SIZE, K_DENSE, K_DENSE_PADDED, K_ROW_BYTES, K_BYTES_PADDED,
             GROUP_SIZE, K_KIND, K_WORDS, K_FIXED,
         )  # fmt: skip
         logits = tl.zeros([ROWS, N], dtype=tl.float32) + same[:, None]
@@ -195,7 +201,7 @@ def packed_attention_kernel(
                 mask
                 + head * mask_head
                 + row.to(tl.int64)[:, None] * mask_row
-                + (tl.load(segment + _FIRST_TOKEN) + token)[None, :] * mask_token
+                + (tl.load(segment + FIRST_TOKEN) + token)[None, :] * mask_token
             )
             if MASK == 1:
                 visible &= tl.load(seat, mask=visible, other=0) != 0
@@ -209,8 +215,8 @@ def packed_attention_kernel(
         total = total * keep + tl.sum(weights, 1)
         top = larger
         dense, sparse = _unpack(
-            segment, head, block, seen, _V, BLOCKS, BLOCK_SIZE, V_DENSE, V_DENSE_PADDED, V_ROW_BYTES, V_BYTES_PADDED,
-            GROUP_SIZE, V_KIND, V_WORDS, V_FIXED,
+            segment, head, block, seen, VALUES_STATES, BLOCKS, BLOCK_SIZE, V_DENSE, V_DENSE_PADDED, V_ROW_BYTES,
+            V_BYTES_PADDED, GROUP_SIZE, V_KIND, V_WORDS, V_FIXED,
         )  # fmt: skip
         if V_DENSE > 0:
             dense_output = dense_output * keep[:, None] + tl.dot(weights, dense, input_precision=PRECISION)

@@ -6,16 +6,10 @@ import triton.language as tl
 
 from ..attention import selection
 from ..segments import PackedSegment
-from . import tables
 from .attention import fold_query, precision
 from .bits import dense_codes
+from .fields import DENSE, DENSE_TABLE, FIELDS, FIRST_BLOCK, FIRST_TOKEN, LENGTH, MEANS, NUM_BLOCKS
 from .tables import Table
-
-_DENSE, _DENSE_TABLE = tl.constexpr(tables.DENSE), tl.constexpr(tables.DENSE_TABLE)
-_NUM_BLOCKS = tl.constexpr(tables.NUM_BLOCKS)
-_MEANS, _LENGTH = tl.constexpr(tables.MEANS), tl.constexpr(tables.LENGTH)
-_FIRST_BLOCK, _FIRST_TOKEN = tl.constexpr(tables.FIRST_BLOCK), tl.constexpr(tables.FIRST_TOKEN)
-_FIELDS = tl.constexpr(tables.FIELDS)
 
 
 @triton.jit
@@ -43,8 +37,8 @@ def block_scores_kernel(
     """See `block_scores`. A program scores BLOCKS blocks of one segment for all query rows of a KV head."""
     N: tl.constexpr = BLOCKS * BLOCK_SIZE
     head, place = tl.program_id(0), tl.program_id(2)
-    segment = table + place * _FIELDS
-    length = tl.load(segment + _LENGTH)
+    segment = table + place * FIELDS
+    length = tl.load(segment + LENGTH)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     within = tl.arange(0, BLOCK_SIZE)
     token = tl.reshape(block[:, None] * BLOCK_SIZE + within[None, :], [N])
@@ -64,7 +58,7 @@ def block_scores_kernel(
             mask
             + head * mask_head
             + row.to(tl.int64)[:, None] * mask_row
-            + (tl.load(segment + _FIRST_TOKEN) + token)[None, :] * mask_token
+            + (tl.load(segment + FIRST_TOKEN) + token)[None, :] * mask_token
         )
         visible = live[None, :] & there[:, None]
         if MASK == 1:
@@ -73,8 +67,8 @@ def block_scores_kernel(
             bias += tl.load(seat, mask=visible, other=0.0)
     if BY_MEAN:
         # Eight block keys lie side by side, channel by channel.
-        means = tl.load(segment + _MEANS).to(tl.pointer_type(tl.int8))
-        tiles = (tl.load(segment + _NUM_BLOCKS) + 7) // 8
+        means = tl.load(segment + MEANS).to(tl.pointer_type(tl.int8))
+        tiles = (tl.load(segment + NUM_BLOCKS) + 7) // 8
         key = (head * tiles + block // 8)[:, None] * (8 * CHANNELS) + channel[None, :] * 8 + (block % 8)[:, None]
         inside = (block * BLOCK_SIZE < length)[:, None] & (channel < CHANNELS)[None, :]
         keys = tl.load(means + key, mask=inside, other=0).to(tl.float32)
@@ -82,8 +76,8 @@ def block_scores_kernel(
         best += tl.max(tl.reshape(bias, [ROWS, BLOCKS, BLOCK_SIZE]), 2)
     else:
         codes = dense_codes(
-            tl.load(segment + _DENSE).to(tl.pointer_type(tl.uint8)),
-            tl.load(segment + _DENSE_TABLE).to(tl.pointer_type(tl.int64)) + head * (2 + 2 * CHANNELS),
+            tl.load(segment + DENSE).to(tl.pointer_type(tl.uint8)),
+            tl.load(segment + DENSE_TABLE).to(tl.pointer_type(tl.int64)) + head * (2 + 2 * CHANNELS),
             tl.reshape(block[:, None] * ((BLOCK_SIZE + 7) // 8) + (within // 8)[None, :], [N]),
             tl.reshape((block * 0)[:, None] + (within % 8)[None, :], [N]),
             live,
@@ -93,7 +87,7 @@ def block_scores_kernel(
         logits = tl.dot(queries, tl.trans(codes), input_precision=PRECISION) + bias
         best = tl.max(tl.reshape(logits, [ROWS, BLOCKS, BLOCK_SIZE]), 2)
     best += tl.load(constant + at, mask=there, other=0.0)[:, None]
-    to = (head * rows + row).to(tl.int64)[:, None] * total_blocks + (tl.load(segment + _FIRST_BLOCK) + block)[None, :]
+    to = (head * rows + row).to(tl.int64)[:, None] * total_blocks + (tl.load(segment + FIRST_BLOCK) + block)[None, :]
     tl.store(scores + to, best, mask=there[:, None] & (block * BLOCK_SIZE < length)[None, :])
 
 
