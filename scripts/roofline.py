@@ -24,7 +24,7 @@ BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}
 PAGE = 16
 """Tokens of a page of sequence-only selection, whose key is a minimum and a maximum (Quest)."""
 SAMPLE = 16384
-PRESETS = ("default", "paper")
+PRESETS = ("default", "paper", "lossless")
 
 
 def full(tokens: int) -> float:
@@ -54,8 +54,8 @@ def packed(tokens: int, index: float, row: float, config: MosaicKVConfig) -> flo
 def measure(config: MosaicKVConfig) -> tuple[float, float]:
     """`packed`'s index and row, of synthetic tokens."""
     config = dataclasses.replace(config, reorganize="off")
-    keys, values = (SyntheticStates(kind, KV_HEADS, HEAD_DIM).take(SAMPLE) for kind in ("key", "value"))
-    segment = packed_sequence(keys, values, config).segments[0]
+    states = (SyntheticStates(kind, KV_HEADS, HEAD_DIM).take(SAMPLE).bfloat16() for kind in ("key", "value"))
+    segment = packed_sequence(*states, config).segments[0]
     tokens = segment.length * KV_HEADS
     return _index_bytes(segment) / tokens, _row_bytes(segment) / tokens
 
