@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ..attention.reference import attend_raw, merge
-from ..attention.selection import num_chosen_blocks
+from ..attention.selection import best_shares, num_chosen_blocks
 from ..config import MosaicKVConfig
 from .attention import attend_segments
 from .scores import score_segments
@@ -79,7 +79,6 @@ def choose(scores: torch.Tensor, k: int, first_blocks: torch.Tensor) -> tuple[to
     Returns:
         int32 `[num_kv_heads, k]` in order, and `[num_kv_heads, num_segments + 1]`, where each segment's begin.
     """
-    share = (scores - scores.logsumexp(-1, keepdim=True)).nan_to_num(nan=-torch.inf).amax(1)
-    chosen = share.topk(k, dim=-1, sorted=False).indices.to(torch.int32).sort(dim=-1).values
+    chosen = best_shares(scores).topk(k, dim=-1, sorted=False).indices.to(torch.int32).sort(dim=-1).values
     starts = torch.searchsorted(chosen, first_blocks.expand(chosen.shape[0], -1).contiguous(), out_int32=True)
     return chosen, starts

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention import selection
+from ..attention.selection import segment_scores
 from ..segments import PackedSegment
 from .attention import fold_query, precision
 from .bits import dense_codes
@@ -149,7 +149,7 @@ def _(rows, query, constant, mask, num_blocks, most_blocks, block_size, by_mean)
 def score_segments(
     query: torch.Tensor, segments: list[PackedSegment], table: Table, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """`[num_kv_heads, group, blocks of all segments]` fp32: what `oracle` says.
+    """`[num_kv_heads, group, blocks of all segments]` fp32: what `oracle` says in plain torch.
 
     Args:
         query: `[num_kv_heads, group, head_dim]` fp32, already multiplied by the softmax scale.
@@ -178,11 +178,4 @@ def score_segments(
     )
 
 
-def oracle(query: torch.Tensor, segments: list[PackedSegment], mask: torch.Tensor | None) -> torch.Tensor:
-    """The same in plain torch; `mask` as `selection.block_scores` takes it, over all segments' tokens."""
-    scores, place = [], 0
-    for segment in segments:
-        seen = None if mask is None else mask[..., place : place + segment.length]
-        scores.append(selection.block_scores(query, segment, seen))
-        place += segment.length
-    return torch.cat(scores, dim=-1)
+oracle = segment_scores

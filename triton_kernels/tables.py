@@ -48,10 +48,6 @@ class StatesShape:
     def bytes_padded(self) -> int:
         return max(triton.next_power_of_2(self.row_bytes), -(-16 // (8 * self.group_size))) if self.row_bytes else 0
 
-    @property
-    def sparse_padded(self) -> int:
-        return 8 * self.group_size * self.bytes_padded
-
     @classmethod
     def of(cls, states: PackedStates) -> "StatesShape":
         sparse, kind = states.head_dim - states.num_dense, _KINDS[states.values.dtype]
@@ -127,7 +123,7 @@ class Table:
         num_blocks, most_blocks: of all segments, and of the longest.
     """
 
-    def __init__(self, segments: Sequence[PackedSegment], first_token: int = 0):
+    def __init__(self, segments: Sequence[PackedSegment]):
         tables = []
         for segment in segments:
             if segment not in _tables:
@@ -135,7 +131,7 @@ class Table:
             tables.append(_tables[segment])
         self._held = tables
         device = segments[0].keys.offsets.device
-        rows, firsts, token = [], [0], first_token
+        rows, firsts, token = [], [0], 0
         for segment, table in zip(segments, tables):
             row = list(table.row)
             row[LENGTH], row[FIRST_BLOCK], row[FIRST_TOKEN] = segment.length, firsts[-1], token

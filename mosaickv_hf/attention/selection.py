@@ -43,19 +43,26 @@ def choose_blocks(
 
 
 def block_shares(query: torch.Tensor, segments: list[PackedSegment], mask: torch.Tensor | None) -> torch.Tensor:
-    """`[num_kv_heads, blocks of all segments]` fp32: logarithm of a block's best share of the softmax over scores.
+    """`best_shares` of all segments' blocks; arguments as for `choose_blocks`."""
+    return best_shares(segment_scores(query, segments, mask))
 
-    Arguments as for `choose_blocks`; -inf where nothing of a block is seen.
-    """
+
+def best_shares(scores: torch.Tensor) -> torch.Tensor:
+    """`[num_kv_heads, num_blocks]` fp32: logarithm of a block's largest share of the softmax over scores in any query
+    head of the group, of `[num_kv_heads, group, num_blocks]` scores; -inf where nothing of a block is seen."""
+    share = scores - scores.logsumexp(-1, keepdim=True)
+    return share.nan_to_num(nan=-torch.inf).amax(1)
+
+
+def segment_scores(query: torch.Tensor, segments: list[PackedSegment], mask: torch.Tensor | None) -> torch.Tensor:
+    """`[num_kv_heads, group, blocks of all segments]` fp32: `block_scores` of each; arguments as `choose_blocks`."""
     scores = []
     place = 0
     for segment in segments:
         seen = None if mask is None else mask[..., place : place + segment.length]
         scores.append(block_scores(query, segment, seen))
         place += segment.length
-    scores = torch.cat(scores, dim=-1)
-    share = scores - scores.logsumexp(-1, keepdim=True)
-    return share.nan_to_num(nan=-torch.inf).amax(1)
+    return torch.cat(scores, dim=-1)
 
 
 def block_scores(query: torch.Tensor, segment: PackedSegment, mask: torch.Tensor | None) -> torch.Tensor:
