@@ -8,6 +8,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from . import saving
+from .compression import fit_budget
 from .config import MosaicKVConfig
 from .layer import MosaicKVLayer, make_reorganizer
 from .reorganizer import Reorganizer
@@ -97,7 +98,21 @@ class MosaicKVCache(Cache):
                 layers[-1].fill(*_raw_states(layer, attention_mask))
         result.layers = layers
         result.layer_class_to_replicate = None if layers else result.layer_class_to_replicate
+        result._fit_budget()
         return result
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Takes new tokens' K and V, as `DynamicCache.update` does."""
+        # A long chunk may be followed by more of the prompt. At the first layer all of them hold the same tokens.
+        if key_states.shape[2] <= self.compression.recent_window and self._is_first(layer_idx):
+            self._fit_budget()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        for layer in self._mosaic_layers():
+            layer.config = self.compression
+        super().reset()
 
     def to_dynamic_cache(self) -> DynamicCache:
         """A `DynamicCache` with the same tokens, as far as they are still raw; packed ones as they are decoded."""
@@ -141,7 +156,8 @@ class MosaicKVCache(Cache):
         """
         saving.save(
             self.layers,
-            self.compression,
+            # With the losses that `memory_budget` has come to, if it has.
+            next((layer.config for layer in self._mosaic_layers()), self.compression),
             save_directory,
             model=model,
             input_ids=input_ids,
@@ -176,6 +192,19 @@ class MosaicKVCache(Cache):
     def stats(self) -> CacheStats:
         """What the cache holds now: tokens, measured bytes by kind, segments, dense materializations."""
         return collect(self.layers, self._reorganizer)
+
+    def _is_first(self, layer_idx: int) -> bool:
+        """Whether it is the first of our layers."""
+        return self._mosaic_layers()[:1] == self.layers[layer_idx : layer_idx + 1]
+
+    def _fit_budget(self) -> None:
+        """Packs prompts that wait for the losses that fit `memory_budget`, with these, in all layers."""
+        waiting = [layer for layer in self._mosaic_layers() if layer.config.memory_budget is not None]
+        prompts = [prompt for layer in waiting for prompt in layer.waiting()]
+        if prompts:
+            fitted = fit_budget(prompts, self.compression)
+            for layer in waiting:
+                layer.fitted(fitted)
 
     def _mosaic_layers(self) -> list[MosaicKVLayer]:
         return [layer for layer in self.layers if isinstance(layer, MosaicKVLayer)]

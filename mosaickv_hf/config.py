@@ -36,6 +36,10 @@ class MosaicKVConfig:
             they may be 0.1 times. Tokens whose queries are not seen (`from_cache` of a `DynamicCache`) take the steps
             as they are; generated ones those of the prompt.
         key_loss, value_loss (`float`): relative squared error of a head's output from quantizing K, and V.
+        memory_budget (`float`, *optional*): bytes that a prompt may take with all its layers and heads, as a share of
+            its bf16 bytes, above 0 and up to 1; with `"threshold"`. Then `key_loss` and `value_loss` (the steps, if
+            the prompt's queries are not seen) only say how K relates to V: both are scaled by the factor that meets
+            the budget. For that the prompt stays raw in all layers until the first decode step.
         query_window (`int`): queries that this error is measured with.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
@@ -89,6 +93,7 @@ class MosaicKVConfig:
     adapt_steps: bool = True
     key_loss: float = 4e-4
     value_loss: float = 1e-3
+    memory_budget: float | None = None
     query_window: int = 8
     dead_zone: float = 0.53
     group_size: int = 1
@@ -159,6 +164,10 @@ class MosaicKVConfig:
         for name in ("key_bits", "value_bits"):
             if self.selection == "threshold" and getattr(self, name) not in (8, 4, 2):
                 raise _error(name, getattr(self, name), 'one of 8, 4, 2 with selection="threshold", which quantizes')
+        if self.memory_budget is not None:
+            _number(self, "memory_budget", "None or a number in (0, 1]", lambda x: 0 < x <= 1)
+            if self.selection != "threshold":
+                raise _error("memory_budget", self.memory_budget, 'None with a selection other than "threshold"')
         if self.block_index == "principal" and self.token_ratio < 1 and not self.key_dense_channels:
             raise _error("block_index", "principal", '"mean" where K has no dense channels and token_ratio < 1')
 

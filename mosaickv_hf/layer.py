@@ -7,7 +7,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .attention.dispatch import attend
 from .attention.handle import Handle
-from .compression import unpack_blocks
+from .compression import Prompt, unpack_blocks
 from .config import MosaicKVConfig
 from .reorganizer import Reorganizer
 from .sequence import SequenceStore
@@ -294,6 +294,21 @@ class MosaicKVLayer(CacheLayerMixin):
         self._pack_ripe(prompt=True)
         self._pack_ripe(prompt=False)
 
+    def waiting(self) -> list[Prompt]:
+        """What waits to be packed until the cache has fitted its `memory_budget`, each different row once."""
+        self.settle()
+        found = []
+        for row, *_ in self._ripe_families(prompt=False):
+            count = self.rows[row].ripe(self.config, False, self._phase)
+            queries = None if self.queries is None else self.queries[row]
+            found.append(self.rows[row].prompt(count, self.config, queries))
+        return found
+
+    def fitted(self, config: MosaicKVConfig) -> None:
+        """Packs what has been waiting for this config, which has no budget left to fit."""
+        self.config = config
+        self._pack_ripe(prompt=False)
+
     def restore(
         self,
         rows: list[SequenceStore],
@@ -324,14 +339,9 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def _pack_ripe(self, prompt: bool) -> None:
         """Packs what is due in every row; rows that are equal up to there (beams of one prompt) are packed once."""
-        while due := [row for row, s in enumerate(self.rows) if s.ripe(self.config, prompt, self._phase)]:
-            families: list[list[int]] = []
-            for row in due:
-                family = next((f for f in families if self.rows[f[0]].equals(self.rows[row])), None)
-                if family is None:
-                    families.append([row])
-                else:
-                    family.append(row)
+        if self.config.memory_budget is not None:
+            return
+        while families := self._ripe_families(prompt):
             for row, *twins in families:
                 first = self.rows[row]
                 queries = None if self.queries is None else self.queries[row]
@@ -340,6 +350,18 @@ class MosaicKVLayer(CacheLayerMixin):
                     self.rows[twin].follow(first)
         if not self._wants_queries(prompt=False):
             self.queries = None
+
+    def _ripe_families(self, prompt: bool) -> list[list[int]]:
+        """Rows with something to pack, those that are equal together."""
+        families: list[list[int]] = []
+        for row, sequence in enumerate(self.rows):
+            if sequence.ripe(self.config, prompt, self._phase):
+                family = next((f for f in families if self.rows[f[0]].equals(sequence)), None)
+                if family is None:
+                    families.append([row])
+                else:
+                    family.append(row)
+        return families
 
     def _wants_queries(self, prompt: bool) -> bool:
         """Whether segments to come are packed as queries ask; `prompt` tells whether more of one may come."""

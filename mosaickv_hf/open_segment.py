@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .compression import Bases, States, relative_loss
+from .compression import Bases, States
 from .config import MosaicKVConfig
 from .reorganizer import Ticket
 from .segments import PackedSegment
@@ -20,7 +20,7 @@ class OpenSegment:
         length: tokens.
         raw: their K and V in parts `[num_kv_heads, n, head_dim]`; parts never change, so copies share them. Empty if
             nothing will be reorganized.
-        first_loss, last_loss: relative squared error of packing the first and the newest part.
+        first_loss, last_loss: relative squared error of packing the first and the newest part, of K and V the larger.
     """
 
     bases: Bases
@@ -29,10 +29,10 @@ class OpenSegment:
     first_loss: float = 0.0
     last_loss: float = 0.0
 
-    def add(self, states: States, config: MosaicKVConfig) -> None:
-        """Takes tokens that have just been packed."""
+    def add(self, states: States, segment: PackedSegment, config: MosaicKVConfig) -> None:
+        """Takes tokens that have just been packed, and their packed form."""
         if config.reorganize != "off":
-            self.last_loss = relative_loss(states, self.bases, config)
+            self.last_loss = max(segment.losses)
             self.first_loss = self.first_loss or self.last_loss
             self.raw.append(tuple(part.clone() for part in states))
         self.length += states[0].shape[1]

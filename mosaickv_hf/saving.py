@@ -234,6 +234,7 @@ class _Writer:
                     "block_means": self._tensor(segment.block_means),
                     "mean_scale": self._tensor(segment.mean_scale),
                     "length": segment.length,
+                    "losses": segment.losses,
                 }
             )
             return len(self.segments) - 1
@@ -323,6 +324,7 @@ class _Reader:
             block_means=self._tensor(about["block_means"]),
             mean_scale=self._tensor(about["mean_scale"]),
             length=about["length"],
+            losses=_losses(about["losses"]),
         )
 
     def _packed(self, about: dict) -> PackedStates:
@@ -349,6 +351,11 @@ class _Reader:
         if not isinstance(place, int) or not 0 <= place < len(table):
             raise ValueError(f"{place!r} is not one of {len(table)}")
         return table[place]
+
+
+def _losses(about: list) -> tuple[float, float]:
+    keys, values = about
+    return float(keys), float(values)
 
 
 def _dtype(name: str) -> torch.dtype:

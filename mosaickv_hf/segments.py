@@ -163,6 +163,7 @@ class PackedSegment:
             space of the keys, or None where K's dense channels are the index (or every token is attended).
         mean_scale: `[num_kv_heads, index_channels]` fp32, value of one unit of `block_means`.
         length: tokens that count; rows from there on are padding or have been cropped away.
+        losses: squared error that packing made relative to energy, of K and of V, on a sample of the tokens.
     """
 
     keys: PackedStates
@@ -170,6 +171,7 @@ class PackedSegment:
     block_means: torch.Tensor | None
     mean_scale: torch.Tensor | None
     length: int
+    losses: tuple[float, float]
 
     @property
     def block_size(self) -> int:
@@ -184,6 +186,7 @@ class PackedSegment:
     def join(cls, parts: "Sequence[PackedSegment]") -> "PackedSegment":
         """All parts' tokens in order; they have the same bases, and all but the last hold whole blocks that count."""
         means = scale = None
+        lengths = [part.length for part in parts]
         if parts[0].block_means is not None:
             scale = torch.stack([part.mean_scale for part in parts]).amax(0)
             rows = [
@@ -195,7 +198,8 @@ class PackedSegment:
             values=PackedStates.join([part.values for part in parts]),
             block_means=means,
             mean_scale=scale,
-            length=sum(part.length for part in parts),
+            length=sum(lengths),
+            losses=tuple(weighted_mean(losses, lengths) for losses in zip(*(part.losses for part in parts))),
         )
 
     def crop(self, count: int) -> "PackedSegment":
@@ -230,6 +234,10 @@ def inverse(axes: torch.Tensor) -> torch.Tensor:
     """
     transposed = axes.transpose(-1, -2)
     return torch.cholesky_solve(transposed, torch.linalg.cholesky(transposed @ axes))
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights)) / sum(weights)
 
 
 def tile(rows: torch.Tensor, width: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from .compression import Moments, Repack, States, adapt_steps, compress, fit_bases
+from .compression import Prompt, Repack, States, compress
 from .config import MosaicKVConfig
 from .open_segment import ClosedSegment, OpenSegment
 from .reorganizer import Reorganizer
@@ -119,6 +119,15 @@ class SequenceStore:
             return waiting
         return max(0, waiting - (self.packed_length + waiting - phase) % config.buffer_tokens)
 
+    def prompt(self, count: int, config: MosaicKVConfig, queries: torch.Tensor | None) -> Prompt:
+        """The buffer's oldest `count` tokens behind the sinks, as those to pack; arguments as for `pack`."""
+        first = config.sink_tokens if self.sinks is None else 0
+        raw = self.buffer.states()
+        before = self.sinks or tuple(states[:, :first] for states in raw)
+        packed = tuple(states[:, first : first + count] for states in raw)
+        after = tuple(states[:, first + count :] for states in raw)
+        return Prompt(before, packed, after, queries, config)
+
     def pack(
         self,
         count: int,
@@ -136,18 +145,13 @@ class SequenceStore:
                 measure with what loss each head can be packed; None if they have not been seen.
             reorganizer: gets the segments that close; None leaves them as they are.
         """
-        first = config.sink_tokens if self.sinks is None else 0
-        raw = self.buffer.states()
-        sinks = tuple(states[:, :first].clone() for states in raw) if self.sinks is None else self.sinks
-        keys, values = (states[:, first : first + count] for states in raw)
+        prompt = self.prompt(count, config, queries)
+        sinks = tuple(states.clone() for states in prompt.before) if self.sinks is None else self.sinks
+        keys, values = prompt.packed
         # Nothing changes before all work is done: an error leaves the sequence as it was.
         segments, closed, open_segment = list(self.segments), list(self.closed), None
         if not segments or count >= config.min_segment_length:
-            bases = fit_bases(Moments.of(keys), Moments.of(values), config, keys.dtype)
-            if queries is not None and config.adapts_steps:
-                after = tuple(states[:, first + count :] for states in raw)
-                bases = adapt_steps(bases, queries, sinks, (keys, values), after, config)
-            new = compress(keys, values, bases, config)
+            new = compress(keys, values, prompt.bases(), config)
             if self.open is not None:
                 closed += self._close(self.open, segments[-1], config, queries, reorganizer)
             segments.append(new)
@@ -160,11 +164,11 @@ class SequenceStore:
                 segments[-1] = PackedSegment.join([last, segment])
             else:
                 segments.append(segment)
-            open_segment.add((keys, values), config)
+            open_segment.add((keys, values), segment, config)
             if open_segment.is_full(config):
                 closed += self._close(open_segment, segments[-1], config, queries, reorganizer)
                 open_segment = None
-        self.buffer.take(first + count)
+        self.buffer.take(count + (sinks[0].shape[1] if self.sinks is None else 0))
         self.sinks, self.segments, self.closed, self.open = sinks, segments, closed, open_segment
 
     def _close(

@@ -9,8 +9,45 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .layer import MosaicKVLayer
 from .reorganizer import Reorganizer
+from .segments import PackedSegment, PackedStates, weighted_mean
 
 KINDS = ("values", "bitmaps", "rotations", "index", "raw", "open")
+
+
+@dataclass(frozen=True)
+class StatesStats:
+    """How K or V of a segment is packed.
+
+    Attributes:
+        bits_per_element: per KV head, bits that an element takes, dense channels and bitmap included, bases not.
+        steps: per KV head, quantization step; 1 where elements are not quantized.
+        bits: per KV head, bits of a kept element.
+        loss: squared error that packing made relative to energy, on a sample of the tokens.
+    """
+
+    bits_per_element: tuple[float, ...]
+    steps: tuple[float, ...]
+    bits: tuple[int, ...]
+    loss: float
+
+
+@dataclass(frozen=True)
+class SegmentStats:
+    """A packed segment.
+
+    Attributes:
+        layer, row: where it is; a segment that rows share is told for the first of them.
+        start: position of its first token, padding included.
+        length: tokens.
+        keys, values: how they are packed.
+    """
+
+    layer: int
+    row: int
+    start: int
+    length: int
+    keys: StatesStats
+    values: StatesStats
 
 
 @dataclass(frozen=True)
@@ -24,7 +61,7 @@ class CacheStats:
             newest queries, and Transformers' own layers) and "open" (generated tokens that are kept raw beside their
             packed form until it is reorganized). Memory that rows share counts once.
         bytes_bf16: bytes of the same K and V, padding left out, as bf16 for every row, as `DynamicCache` holds them.
-        segments: packed segments over all layers; shared ones count once.
+        strategies: of every packed segment, layer by layer: what was chosen for it, and what is lost.
         swaps: segments that have been replaced by a reorganized form.
         waits, wait_seconds: times that such a form was due and not ready, and how long that took, in seconds.
         dense_materializations: times that K or V was expanded for an operation the cache does not know.
@@ -33,11 +70,26 @@ class CacheStats:
     tokens: int
     bytes_by_kind: dict[str, int]
     bytes_bf16: int
-    segments: int
+    strategies: tuple[SegmentStats, ...]
     swaps: int
     waits: int
     wait_seconds: float
     dense_materializations: int
+
+    @property
+    def segments(self) -> int:
+        """Packed segments over all layers; shared ones count once."""
+        return len(self.strategies)
+
+    def losses(self) -> dict[int, tuple[float, float]]:
+        """By layer, the mean loss of K and of V over its packed tokens."""
+        found = {}
+        for layer in sorted({segment.layer for segment in self.strategies}):
+            own = [segment for segment in self.strategies if segment.layer == layer]
+            lengths = [segment.length for segment in own]
+            parts = ([segment.keys.loss for segment in own], [segment.values.loss for segment in own])
+            found[layer] = tuple(weighted_mean(losses, lengths) for losses in parts)
+        return found
 
     @property
     def bytes(self) -> int:
@@ -70,8 +122,8 @@ def collect(layers: Iterable[CacheLayerMixin], reorganizer: Reorganizer) -> Cach
     """Measures the layers of a cache, and its reorganizer."""
     held: dict[int, tuple[str, int]] = {}
     tokens = bf16 = materializations = swaps = 0
-    segments: set[int] = set()
-    for layer in layers:
+    strategies: dict[int, SegmentStats] = {}
+    for i, layer in enumerate(layers):
         if isinstance(layer, MosaicKVLayer):
             layer.settle()
         for kind, tensor in _tensors(layer):
@@ -83,7 +135,12 @@ def collect(layers: Iterable[CacheLayerMixin], reorganizer: Reorganizer) -> Cach
             tokens = max(tokens, layer.get_seq_length())
             materializations += layer.materializations
             swaps += layer.swaps
-            segments.update(id(segment) for row in layer.rows for segment in row.segments)
+            for row, sequence in enumerate(layer.rows):
+                sinks = 0 if sequence.sinks is None else sequence.sinks[0].shape[1]
+                position = (layer.starts[row] or 0) + sinks
+                for segment in sequence.segments:
+                    strategies.setdefault(id(segment), _strategy(segment, i, row, position))
+                    position += segment.length
             if layer.is_initialized:
                 per_token = layer.num_key_value_heads * (layer.key_head_dim + layer.value_head_dim) * 2
                 bf16 += sum(row.length for row in layer.rows) * per_token
@@ -97,12 +154,27 @@ def collect(layers: Iterable[CacheLayerMixin], reorganizer: Reorganizer) -> Cach
         tokens=tokens,
         bytes_by_kind=dict(counts),
         bytes_bf16=bf16,
-        segments=len(segments),
+        strategies=tuple(strategies.values()),
         swaps=swaps,
         waits=reorganizer.waits,
         wait_seconds=reorganizer.wait_seconds,
         dense_materializations=materializations,
     )
+
+
+def _strategy(segment: PackedSegment, layer: int, row: int, start: int) -> SegmentStats:
+    parts = [_states(states, loss) for states, loss in zip((segment.keys, segment.values), segment.losses)]
+    return SegmentStats(layer, row, start, segment.length, *parts)
+
+
+def _states(states: PackedStates, loss: float) -> StatesStats:
+    rows, basis = states.bitmap.shape[1], states.basis
+    bitmap = states.bitmap[0].nbytes
+    taken = [
+        8 * (bitmap + dense + units * states.values.itemsize) / (rows * states.head_dim)
+        for dense, units in zip(states.head_dense_bytes(), states.head_units())
+    ]
+    return StatesStats(tuple(taken), tuple(basis.step.tolist()), basis.bits, loss)
 
 
 def _tensors(layer: CacheLayerMixin) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,10 +30,9 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
-from mosaickv_hf.compression import Moments, fit_bases
-from mosaickv_hf.compression.compressor import compress
-from mosaickv_hf.compression.packing import unpack_blocks
-from mosaickv_hf.compression.rotation import principal_channels, with_steps
+from mosaickv_hf.compression import compress, unpack_blocks
+from mosaickv_hf.compression.compressor import fit_bases
+from mosaickv_hf.compression.rotation import Moments, principal_channels, with_steps
 from mosaickv_hf.compression.strategy import output_errors
 
 CONFIG = MosaicKVConfig()

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from mosaickv_hf.attention import dispatch, reference
 from mosaickv_hf.attention.selection import block_shares, num_chosen_blocks
-from mosaickv_hf.compression import Moments, fit_bases, packing
-from mosaickv_hf.compression.rotation import with_steps
+from mosaickv_hf.compression import packing
+from mosaickv_hf.compression.compressor import fit_bases
+from mosaickv_hf.compression.rotation import Moments, with_steps
 from mosaickv_hf.config import MosaicKVConfig
 from mosaickv_hf.sequence import SequenceStore
 

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from mosaickv_hf.compression import Moments, pack, unpack_blocks
+from mosaickv_hf.compression import pack, unpack_blocks
 from mosaickv_hf.compression.packing import codebook
-from mosaickv_hf.compression.rotation import fit_basis, principal_channels
+from mosaickv_hf.compression.rotation import Moments, fit_basis, principal_channels
 from mosaickv_hf.segments import SPARE_BYTES, PackedStates
 
 

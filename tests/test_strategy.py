@@ -8,8 +8,10 @@ from conftest import CACHE, tiny_model
 from transformers import DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
-from mosaickv_hf.compression import Moments, adapt_steps, compress, fit_bases, unpack_blocks
-from mosaickv_hf.compression.strategy import output_errors
+from mosaickv_hf.compression import compress, unpack_blocks
+from mosaickv_hf.compression.compressor import fit_bases
+from mosaickv_hf.compression.rotation import Moments
+from mosaickv_hf.compression.strategy import adapt_steps, output_errors
 from mosaickv_hf.sequence import SequenceStore
 
 # Eight bits: uniform steps that clip nothing, as the theory has them.
@@ -69,7 +71,7 @@ def test_the_expected_error_is_the_measured_one(which):
 def test_the_head_that_looks_tokens_up_gets_the_finer_step():
     queries, (before, packed, after), bases = setting()
     target = dataclasses.replace(CONFIG, key_loss=1e-4, value_loss=1e-4)
-    adapted = adapt_steps(bases, queries, before, packed, after, target)
+    adapted = adapt_steps(bases, output_errors(bases, queries, before, packed, after), target)
     for basis, fitted in zip(adapted, bases):
         factors = basis.step / fitted.step
         assert factors[0] < factors[1]
@@ -86,9 +88,8 @@ def test_a_head_whose_step_is_too_fine_for_four_bits_gets_eight(loss, key_bits):
     queries, (before, packed, after), _ = setting()
     config = MosaicKVConfig(key_loss=loss, value_loss=loss)
     moments = [Moments.of(states) for states in packed]
-    keys, values = adapt_steps(
-        fit_bases(*moments, config, torch.float32), queries, before, packed, after, config
-    )  # fmt: skip
+    bases = fit_bases(*moments, config, torch.float32)
+    keys, values = adapt_steps(bases, output_errors(bases, queries, before, packed, after), config)
     assert keys.bits == key_bits and values.bits == (4, 4)
 
 
@@ -157,3 +158,94 @@ def test_a_row_of_fewer_tokens_than_queries():
     few = output_errors(bases, queries, before, packed, after)
     for error, own in zip(few, output_errors(bases, queries[:, :, -12:], before, packed, after)):
         assert torch.equal(error, own) and (error > 0).all()
+
+
+def budgeted(budget, **changes):
+    return MosaicKVConfig(**SMALL, memory_budget=budget, **changes)
+
+
+@pytest.mark.parametrize("adapt", [True, False], ids=["losses", "steps"])
+@pytest.mark.parametrize("length", [300, 700], ids=["short", "long"])
+def test_a_budget_is_filled_and_not_exceeded(llama, length, adapt):
+    raw = MosaicKVCache("raw")
+    llama(torch.randint(64, (2, length)), **{CACHE: raw})
+    for budget in (0.28, 0.32):
+        stats = MosaicKVCache.from_cache(raw, compression=budgeted(budget, adapt_steps=adapt)).stats()
+        assert stats.segments
+        # A sample of 128 tokens of each head and layer: to about a hundredth.
+        assert 0.97 * budget < stats.bytes / stats.bytes_bf16 < 1.015 * budget
+
+
+def test_a_smaller_budget_loses_more_everywhere(llama):
+    raw = MosaicKVCache("raw")
+    llama(torch.randint(64, (1, 400)), **{CACHE: raw})
+    wide, tight = (MosaicKVCache.from_cache(raw, compression=budgeted(b)).stats().losses() for b in (0.36, 0.3))
+    for layer, losses in wide.items():
+        assert all(0 < a < b for a, b in zip(losses, tight[layer]))
+
+
+@pytest.mark.parametrize("lengths", [(400,), (100, 300), (80, 20)], ids=str)
+def test_generation_waits_raw_until_the_budget_can_be_fitted(llama, lengths):
+    """All layers at once, so with the first decode step, however the prompt came."""
+    cache = MosaicKVCache(budgeted(0.36))
+    for length in lengths:
+        llama(torch.randint(64, (1, length)), **{CACHE: cache})
+    for _ in range(3):
+        llama(torch.randint(64, (1, 1)), **{CACHE: cache})
+    stats = cache.stats()
+    assert {segment.layer for segment in stats.strategies} == set(range(len(cache.layers)))
+    assert len({layer.config for layer in cache.layers}) == 1 and cache.layers[0].config.memory_budget is None
+    assert cache.compression == budgeted(0.36)
+    cache.reset()
+    assert cache.layers[0].config == cache.compression
+
+
+def test_a_budget_that_cannot_be_met_is_said(llama):
+    raw = MosaicKVCache("raw")
+    llama(torch.randint(64, (1, 300)), **{CACHE: raw})
+    with pytest.warns(UserWarning, match="memory_budget` is 0.01, but the coarsest steps take 0"):
+        cache = MosaicKVCache.from_cache(raw, compression=budgeted(0.01))
+    assert cache.stats().segments
+
+
+def test_a_saved_cache_keeps_what_its_budget_came_to(llama, tmp_path):
+    cache = MosaicKVCache(budgeted(0.36))
+    llama(torch.randint(64, (1, 300)), **{CACHE: cache})
+    llama(torch.randint(64, (1, 1)), **{CACHE: cache})
+    cache.save_pretrained(tmp_path)
+    loaded = MosaicKVCache.from_pretrained(tmp_path)
+    assert loaded.layers[0].config == cache.layers[0].config
+    assert loaded.stats().strategies == cache.stats().strategies
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True, "0.2"])
+def test_a_budget_is_a_share(budget):
+    with pytest.raises(ValueError, match="`memory_budget` must be"):
+        MosaicKVConfig(memory_budget=budget)
+    with pytest.raises(ValueError, match="`memory_budget` must be"):
+        MosaicKVConfig(memory_budget=0.5, selection="top_r")
+
+
+def test_stats_tell_every_segment(llama):
+    cache = MosaicKVCache(MosaicKVConfig(**SMALL))
+    ids = torch.randint(64, (2, 90))
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    llama(ids, attention_mask=mask, **{CACHE: cache})
+    llama(ids[:, :1], **{CACHE: cache})
+    strategies = cache.stats().strategies
+    heads = cache.layers[0].num_key_value_heads
+    assert [(s.layer, s.row) for s in strategies] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [s.start for s in strategies] == [4, 24, 4, 24]
+    for s in strategies:
+        assert s.length % 8 == 0 and s.length <= 90 - 4 - 8
+        for states in (s.keys, s.values):
+            assert len(states.bits) == len(states.steps) == len(states.bits_per_element) == heads
+            assert all(1 < bits < 10 for bits in states.bits_per_element) and 0 < states.loss < 1
+    total = sum(
+        s.length * sum(s.keys.bits_per_element + s.values.bits_per_element) / 8 * cache.layers[0].key_head_dim
+        for s in strategies
+    )
+    held = cache.stats().bytes_by_kind
+    # Besides the few bytes behind the codes.
+    assert held["values"] + held["bitmaps"] == pytest.approx(total, rel=0.02)

@@ -10,8 +10,8 @@ from conftest import tiny_model, uneven_states
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 from mosaickv_hf.attention import reference
 from mosaickv_hf.attention.selection import choose_blocks, num_chosen_blocks
-from mosaickv_hf.compression import Moments, fit_bases
-from mosaickv_hf.compression.rotation import with_steps
+from mosaickv_hf.compression.compressor import fit_bases
+from mosaickv_hf.compression.rotation import Moments, with_steps
 from mosaickv_hf.sequence import SequenceStore
 
 pytest.importorskip("triton")

@@ -1,21 +1,20 @@
 """From raw K and V to a `PackedSegment`, in plain torch."""
 
-from .compressor import Bases, compress, fit_bases
+from .budget import fit_budget
+from .compressor import Bases, compress
 from .packing import pack, unpack_blocks, unpack_dense
+from .prompt import Prompt
 from .repack import Repack
-from .rotation import Moments
-from .strategy import States, adapt_steps, relative_loss
+from .strategy import States
 
 __all__ = [
     "Bases",
-    "Moments",
+    "Prompt",
     "Repack",
     "States",
-    "adapt_steps",
     "compress",
-    "fit_bases",
+    "fit_budget",
     "pack",
-    "relative_loss",
     "unpack_blocks",
     "unpack_dense",
 ]

@@ -9,6 +9,7 @@ from ..config import MosaicKVConfig
 from ..segments import INDEX_TILE, INT8_MAX, Basis, PackedSegment, PackedStates, tile
 from .packing import pack
 from .rotation import CHUNK_TOKENS, Moments, Rotation, fit_basis, principal_channels
+from .strategy import relative_losses
 
 Bases = tuple[Basis, Basis]
 
@@ -70,7 +71,8 @@ def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, confi
     means = scale = None
     if config.block_index == "mean" and config.token_ratio < 1:
         means, scale = _block_means(keys, bases[0], config)
-    return PackedSegment(packed_keys, packed_values, means, scale, keys.shape[1])
+    losses = relative_losses((keys, values), bases, config)
+    return PackedSegment(packed_keys, packed_values, means, scale, keys.shape[1], losses)
 
 
 def _block_means(keys: torch.Tensor, basis: Basis, config: MosaicKVConfig) -> tuple[torch.Tensor, torch.Tensor]:

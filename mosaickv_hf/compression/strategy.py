@@ -9,42 +9,38 @@ import torch
 
 from ..config import MosaicKVConfig
 from ..segments import Basis
+from .packing import codebook
 from .rotation import with_steps
 
 # How far a head's step may be from the config's. Coarser would trust a few queries for all to come. Finer, four bits
 # would clip, so K of a head that asks for less than _EIGHT_BITS_FROM takes eight; V gains nothing by it.
-_COARSEST, _FINEST = 4.0, {8: 0.1, 4: 0.4, 2: 0.4}
+COARSEST, FINEST = 4.0, {8: 0.1, 4: 0.4, 2: 0.4}
 _EIGHT_BITS_FROM = 0.2
+# Tokens at most that a loss is measured on.
+_SAMPLE_TOKENS = 256
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, `[num_kv_heads, n, head_dim]` each (their head_dims may differ)."""
 
 
 def adapt_steps(
-    bases: tuple[Basis, Basis],
-    queries: torch.Tensor,
-    before: States,
-    packed: States,
-    after: States,
-    config: MosaicKVConfig,
+    bases: tuple[Basis, Basis], errors: tuple[torch.Tensor, torch.Tensor], config: MosaicKVConfig
 ) -> tuple[Basis, Basis]:
     """The bases with each KV head's step scaled towards the config's loss, and with the bits that it needs.
 
     A step's squared error grows with its square, so the step that meets the target follows from the error of one.
 
     Args:
-        bases: of K and V.
-        queries, before, packed, after: as for `output_errors`.
+        bases, errors: of K and V, see `output_errors`.
     """
     adapted = []
-    errors = output_errors(bases, queries, before, packed, after)
     for kind, basis, error in zip(("key", "value"), bases, errors):
         # No error to speak of, as of values that are all zero: as coarse as may be.
         factors = (getattr(config, f"{kind}_loss") / error).sqrt().nan_to_num(nan=torch.inf)
         fine = (kind == "key") & (factors < _EIGHT_BITS_FROM)
         bits = tuple(8 if wants else own for wants, own in zip(fine.tolist(), basis.bits))
-        finest = torch.tensor([_FINEST[b] for b in bits], device=factors.device)
-        factors = factors.clamp(max=_COARSEST).maximum(finest)
+        finest = torch.tensor([FINEST[b] for b in bits], device=factors.device)
+        factors = factors.clamp(max=COARSEST).maximum(finest)
         adapted.append(with_steps(basis, basis.step * factors, bits))
     return adapted[0], adapted[1]
 
@@ -101,20 +97,25 @@ def output_errors(
     )
 
 
-def relative_loss(states: States, bases: tuple[Basis, Basis], config: MosaicKVConfig) -> float:
-    """Squared error that packing these tokens with these bases makes, relative to their energy; of K and V the larger.
+def relative_losses(states: States, bases: tuple[Basis, Basis], config: MosaicKVConfig) -> tuple[float, float]:
+    """Squared error that packing these tokens with these bases makes, relative to their energy, of K and of V.
 
-    From the rotated elements alone, without packing: what is dropped, and of what is kept a step's rounding.
+    On evenly spaced tokens, from the rotated elements alone: what is dropped, and of what is kept a step's rounding and
+    what lies beyond the largest code.
     """
     losses = []
     for part, basis, kind in zip(states, bases, ("key", "value")):
+        part = part[:, :: -(-part.shape[1] // _SAMPLE_TOKENS)]
         rotated = basis.rotate(part.float())
         tail = rotated[..., basis.offset.shape[1] :].square()
         if config.selection == "threshold":
-            unit = basis.step.square()[:, None, None]
-            error = torch.where(tail < config.dead_zone**2 * unit, tail, unit / 12)
+            unit = basis.step[:, None, None]
+            codes = torch.tensor([codebook(b, config.group_size).max() for b in basis.bits], device=unit.device)
+            largest = unit * codes[:, None, None]
+            rounding = unit.square() / 12 + (tail.sqrt() - largest).clamp_min(0).square()
+            error = torch.where(tail < (config.dead_zone * unit).square(), tail, rounding)
         else:
             kept = max(0, round(getattr(config, f"{kind}_channel_ratio") * part.shape[2]) - basis.offset.shape[1])
             error = tail.sort(dim=-1, descending=True).values[..., kept:]
         losses.append(error.sum() / rotated.square().sum().clamp_min(torch.finfo(torch.float32).tiny))
-    return max(loss.item() for loss in losses)
+    return losses[0].item(), losses[1].item()
