@@ -27,7 +27,7 @@ _METHODS = {
     "mosaic": ("MosaicKVCache", "#d62728"),
 }
 # Pixels enough for any screen, and still a small file.
-_STYLE = {
+STYLE = {
     "figure.dpi": 160,
     "font.size": 9,
     "axes.spines.top": False,
@@ -52,7 +52,7 @@ def main() -> None:
     attention = [r for r in attention if r["batch"] == 1 and r["attended"] is None]
     decode = [r for r in records if r["benchmark"] == "decode" and r["geometry"] == args.model_geometry]
     args.out.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         draw_speedup(attention, decode, args.out / "speedup.png")
         draw_memory(decode, args.out / "memory.png")
 
