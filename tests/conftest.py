@@ -25,7 +25,7 @@ from transformers import (
 # `past_key_values` in older Transformers, `cache` in newer ones.
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
-_SHAPE = dict(
+SHAPE = dict(
     vocab_size=256,
     hidden_size=64,
     intermediate_size=128,
@@ -37,14 +37,14 @@ _SHAPE = dict(
     eos_token_id=2,
 )
 TINY = {
-    "llama-group1": (LlamaForCausalLM, LlamaConfig(**_SHAPE, num_attention_heads=4, num_key_value_heads=4)),
+    "llama-group1": (LlamaForCausalLM, LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=4)),
     "qwen2-group3": (
         Qwen2ForCausalLM,
-        Qwen2Config(**_SHAPE | dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2)),
+        Qwen2Config(**SHAPE | dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2)),
     ),
     "qwen3-group4": (
         Qwen3ForCausalLM,
-        Qwen3Config(**_SHAPE, num_attention_heads=4, num_key_value_heads=1, head_dim=32),
+        Qwen3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=1, head_dim=32),
     ),
 }
 

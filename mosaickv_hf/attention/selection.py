@@ -29,7 +29,7 @@ def choose_blocks(
 
     Returns:
         one int64 tensor `[num_kv_heads, count]` a segment; a head with fewer of its blocks chosen than another has
-        rows filled up with -1. Scores tie towards the older block on CPU.
+        rows filled up with -1. Of equal scores the older blocks' count.
     """
     counts = [segment.num_blocks for segment in segments]
     length = sum(segment.length for segment in segments)
@@ -38,7 +38,7 @@ def choose_blocks(
         return None
     shares = block_shares(query, segments, mask)
     chosen = torch.zeros(shares.shape, dtype=torch.bool, device=shares.device)
-    chosen.scatter_(1, shares.topk(k, dim=-1).indices, True)
+    chosen.scatter_(1, shares.argsort(dim=-1, descending=True, stable=True)[:, :k], True)
     return [_indices(part) for part in chosen.split(counts, dim=1)]
 
 
