@@ -1,0 +1,148 @@
+"""Generates for minutes on end with a small random model: memory must stay flat, threads few, tokens the same.
+
+    python scripts/soak.py --minutes 10 --json benchmarks/soak.json
+
+Calls of random lengths, batches, presets and turns, as a server would see them, each with a cache of its own that is
+dropped. Resident memory is read after every call; from the second minute on a line is fitted to the readings (medians
+of ten seconds, whose residuals give the interval). Every so often the first call is made again and must give its
+tokens.
+"""
+
+import argparse
+import dataclasses
+import gc
+import inspect
+import json
+import random
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from record import environment
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mosaickv_hf import MosaicKVCache, MosaicKVConfig
+
+_SMALL = dict(min_length=64, min_segment_length=128, min_attended_tokens=64, buffer_tokens=16)
+_BINS = 10.0  # seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default 10)")
+    parser.add_argument("--warm-up", type=float, default=2.0, help="minutes that do not count (default 2)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    args = parser.parse_args()
+
+    model = tiny_model()
+    choose = random.Random(args.seed)
+    process = psutil.Process()
+    expected = call(model, random.Random(-1))
+    start = time.monotonic()
+    readings: list[tuple[float, int]] = []
+    most_threads, calls, checks, said = 0, 0, 0, 0
+    while (now := time.monotonic() - start) < 60 * args.minutes:
+        if calls % 50 == 0:
+            if not torch.equal(call(model, random.Random(-1)), expected):
+                raise SystemExit(f"call {calls}: the first call made again gives other tokens")
+            checks += 1
+        call(model, choose)
+        calls += 1
+        gc.collect()
+        # The reorganizers' threads end with their caches, which may take them a moment.
+        most_threads = max(most_threads, len([t for t in threading.enumerate() if t.name == "mosaickv"]))
+        readings.append((now, process.memory_info().rss))
+        if now > 60 * (said + 1):
+            said += 1
+            print(f"minute {said}: {calls} calls, {readings[-1][1] / 1e6:.1f} MB", flush=True)
+    slope, half = fit(binned([r for r in readings if r[0] > 60 * args.warm_up]))
+    result = {
+        "minutes": args.minutes,
+        "warm_up": args.warm_up,
+        "calls": calls,
+        "checks": checks,
+        "threads_of_dropped_caches": most_threads,
+        "resident_mb": readings[-1][1] / 1e6,
+        "mb_per_hour": slope * 3600 / 1e6,
+        "mb_per_hour_interval_95": [(slope - half) * 3600 / 1e6, (slope + half) * 3600 / 1e6],
+        "flat": slope - half <= 0,
+        **environment(),
+    }
+    low, high = result["mb_per_hour_interval_95"]
+    print(f"{calls} calls, {checks} checks, {result['resident_mb']:.1f} MB resident")
+    print(f"memory grows by {result['mb_per_hour']:.2f} MB an hour (95 %: {low:.2f} to {high:.2f})")
+    print(f"at most {most_threads} threads left by dropped caches")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    if not result["flat"]:
+        raise SystemExit("Memory grows.")
+    if most_threads:
+        raise SystemExit("Threads are left.")
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def call(model, choose: random.Random) -> torch.Tensor:
+    """One conversation of one to three turns; its tokens."""
+    preset = choose.choice(["default", "default", "paper", "lossless"])
+    reorganize = choose.choice(["async", "off"])
+    config = dataclasses.replace(MosaicKVConfig.preset(preset), **_SMALL, reorganize=reorganize, open_segment_length=64)
+    cache = MosaicKVCache(config)
+    batch = choose.choice([1, 1, 2, 4])
+    tokens = _tokens(choose, batch, choose.choice([5, 60, 200, 700]))
+    mask = torch.ones_like(tokens)
+    mask[-1, : choose.choice([0, tokens.shape[1] // 3])] = 0
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    beams = choose.choice([1, 1, 1, 2])
+    for _ in range(choose.choice([1, 1, 3]) if beams == 1 else 1):
+        new = choose.choice([1, 8, 60])
+        settings = dict(max_new_tokens=new, do_sample=False, num_beams=beams, pad_token_id=0)
+        tokens = model.generate(tokens, attention_mask=mask, **{named: cache}, **settings)
+        tokens = torch.cat([tokens, _tokens(choose, len(tokens), 7)], dim=1)
+        mask = torch.nn.functional.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
+    return tokens
+
+
+def _tokens(choose: random.Random, batch: int, length: int) -> torch.Tensor:
+    return torch.tensor([[choose.randrange(3, 256) for _ in range(length)] for _ in range(batch)])
+
+
+def binned(readings: list[tuple[float, int]]) -> list[tuple[float, float]]:
+    """Medians of equal stretches of time: single readings depend on each other."""
+    bins: dict[int, list[tuple[float, int]]] = {}
+    for reading in readings:
+        bins.setdefault(int(reading[0] / _BINS), []).append(reading)
+    return [tuple(statistics.median(column) for column in zip(*own)) for own in bins.values()]
+
+
+def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Slope of the least-squares line, and half its 95 % interval."""
+    if len(points) < 4:
+        raise SystemExit("Too short to fit a line: ask for more --minutes.")
+    times, sizes = (torch.tensor(column, dtype=torch.float64) for column in zip(*points))
+    times = times - times.mean()
+    slope = (times @ (sizes - sizes.mean())) / times.square().sum()
+    residuals = sizes - sizes.mean() - slope * times
+    deviation = (residuals.square().sum() / (len(points) - 2) / times.square().sum()).sqrt()
+    return float(slope), 1.96 * float(deviation)
+
+
+if __name__ == "__main__":
+    main()
