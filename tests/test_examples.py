@@ -4,8 +4,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 from conftest import tiny_model
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,3 +37,15 @@ def test_a_document_is_read_once(folder, tmp_path, monkeypatch, capsys):
     assert answers[0] == answers[1] and len(answers[0]) == 4
     with pytest.raises(ValueError, match="`input_ids`"):
         chat(monkeypatch, capsys, *given, "--tokens", 800)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(folder, monkeypatch):
+    monkeypatch.setenv("MODEL", str(folder))
+    monkeypatch.setenv("TOKENS", "120")
+    notebook = nbformat.read(ROOT / "examples" / "tour.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": ROOT / "examples"}}).execute()
+    printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
+    assert "budget 0.20: " in printed and "materializations" in printed
+    pictures = [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert len(pictures) == 2
