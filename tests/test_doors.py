@@ -1,17 +1,21 @@
 """Other ways into `generate` than calling it on a plain model."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import CACHE, tiny_model
-from transformers import pipeline
+from transformers import LlamaForCausalLM, pipeline
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 
 CONFIG = dataclasses.replace(
     MosaicKVConfig(), min_length=16, min_segment_length=48, recent_window=9, buffer_tokens=16, key_dense_channels=4
 )
+LOSSLESS = dataclasses.replace(MosaicKVConfig.preset("lossless"), min_length=16, recent_window=9, buffer_tokens=16)
 IDS = torch.randint(3, 256, (1, 90), generator=torch.Generator().manual_seed(0))
 
 
@@ -46,10 +50,59 @@ def test_a_pipeline(byte_tokenizer):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights(dtype):
     model = tiny().to(dtype)
-    lossless = dataclasses.replace(MosaicKVConfig.preset("lossless"), min_length=16, recent_window=9, buffer_tokens=16)
-    for compression in (lossless, CONFIG):
+    for compression in (LOSSLESS, CONFIG):
         cache = MosaicKVCache(compression)
         output = generate(model, cache)
         assert output.shape == (1, 120) and cache.stats().segments > 0
         logits = model(output[:, -1:], **{CACHE: cache}).logits
         assert logits.dtype == dtype and logits.isfinite().all()
+
+
+def test_layers_on_several_devices(tmp_path):
+    """As far as a machine without accelerators goes: one layer's weights are fetched from disk for every call."""
+    tiny().save_pretrained(tmp_path / "model")
+    devices = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    devices |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map=devices, offload_folder=tmp_path / "disk")
+    assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+    for compression in (LOSSLESS, CONFIG):
+        expected, cache = MosaicKVCache(compression), MosaicKVCache(compression)
+        assert torch.equal(generate(model, cache), generate(tiny(), expected))
+        assert cache.stats() == expected.stats()
+
+
+_RANK = """
+import os, sys, torch
+from conftest import CACHE
+from test_doors import LOSSLESS, generate
+from transformers import LlamaForCausalLM
+from mosaickv_hf import MosaicKVCache
+
+model = LlamaForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+cache = MosaicKVCache(LOSSLESS)
+out = generate(model, cache)
+heads = [layer.num_key_value_heads for layer in cache.layers]
+torch.save((out, heads, cache.stats().bytes), f"{sys.argv[2]}/{os.environ['RANK']}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_tensor_parallelism(tmp_path):
+    """Each of two processes caches its own KV heads; outputs are those of one process."""
+    tiny().save_pretrained(tmp_path / "model")
+    (tmp_path / "rank.py").write_text(_RANK)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*launch, "rank.py", "model", "."], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    alone = MosaicKVCache(LOSSLESS)
+    expected = generate(tiny(), alone)
+    held = 0
+    for rank in "01":
+        tokens, heads, size = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert torch.equal(tokens, expected) and heads == [2, 2]
+        held += size
+    # Each has its own buffers' room and its share of the rest.
+    assert held == pytest.approx(alone.stats().bytes, rel=0.02)
