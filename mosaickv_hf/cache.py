@@ -104,15 +104,10 @@ class MosaicKVCache(Cache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         """Takes new tokens' K and V, as `DynamicCache.update` does."""
         # A long chunk may be followed by more of the prompt. At the first layer all of them hold the same tokens.
-        if key_states.shape[2] <= self.compression.recent_window and self._is_first(layer_idx):
-            self._fit_budget()
+        if self.compression.memory_budget is not None and key_states.shape[2] <= self.compression.recent_window:
+            if self._mosaic_layers()[:1] == self.layers[layer_idx : layer_idx + 1]:
+                self._fit_budget()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def reset(self) -> None:
-        """Forgets all tokens."""
-        for layer in self._mosaic_layers():
-            layer.config = self.compression
-        super().reset()
 
     def to_dynamic_cache(self) -> DynamicCache:
         """A `DynamicCache` with the same tokens, as far as they are still raw; packed ones as they are decoded."""
@@ -156,8 +151,7 @@ class MosaicKVCache(Cache):
         """
         saving.save(
             self.layers,
-            # With the losses that `memory_budget` has come to, if it has.
-            next((layer.config for layer in self._mosaic_layers()), self.compression),
+            self.compression,
             save_directory,
             model=model,
             input_ids=input_ids,
@@ -193,18 +187,26 @@ class MosaicKVCache(Cache):
         """What the cache holds now: tokens, measured bytes by kind, segments, dense materializations."""
         return collect(self.layers, self._reorganizer)
 
-    def _is_first(self, layer_idx: int) -> bool:
-        """Whether it is the first of our layers."""
-        return self._mosaic_layers()[:1] == self.layers[layer_idx : layer_idx + 1]
-
+    @torch.compiler.disable
     def _fit_budget(self) -> None:
-        """Packs prompts that wait for the losses that fit `memory_budget`, with these, in all layers."""
-        waiting = [layer for layer in self._mosaic_layers() if layer.config.memory_budget is not None]
-        prompts = [prompt for layer in waiting for prompt in layer.waiting()]
-        if prompts:
-            fitted = fit_budget(prompts, self.compression)
-            for layer in waiting:
-                layer.fitted(fitted)
+        """Packs what waits for `memory_budget` to be fitted, in all layers; a row when it waits in all of them."""
+        layers = self._mosaic_layers()
+        waiting = [layer.waiting() for layer in layers]
+        for row in {row for prompts in waiting for row in prompts}:
+            packed = [layer.rows[row].packed_length if layer.is_initialized else 0 for layer in layers]
+            # A layer that holds more of the row has packed it already, before an error in another one.
+            if not all(row in prompts or length > min(packed) for prompts, length in zip(waiting, packed)):
+                for prompts in waiting:
+                    prompts.pop(row, None)
+        sequences = [prompts for rows in waiting for prompts in rows.values()]
+        if not sequences:
+            return
+        fitted = fit_budget(sequences, self.compression)
+        del sequences
+        for layer in layers:
+            # Its raw tokens are freed before the next layer's turn.
+            bases = {row: [fitted(prompt) for prompt in prompts] for row, prompts in waiting.pop(0).items()}
+            layer.pack_waiting(bases)
 
     def _mosaic_layers(self) -> list[MosaicKVLayer]:
         return [layer for layer in self.layers if isinstance(layer, MosaicKVLayer)]

@@ -39,7 +39,8 @@ class MosaicKVConfig:
         memory_budget (`float`, *optional*): bytes that a prompt may take with all its layers and heads, as a share of
             its bf16 bytes, above 0 and up to 1; with `"threshold"`. Then `key_loss` and `value_loss` (the steps, if
             the prompt's queries are not seen) only say how K relates to V: both are scaled by the factor that meets
-            the budget. For that the prompt stays raw in all layers until the first decode step.
+            the budget. For that a prompt stays raw in all layers until the first decode step after it. Generated
+            tokens, and a later turn of less than `min_segment_length`, take the steps of what is packed before them.
         query_window (`int`): queries that this error is measured with.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.

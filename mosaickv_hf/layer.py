@@ -7,7 +7,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .attention.dispatch import attend
 from .attention.handle import Handle
-from .compression import Prompt, unpack_blocks
+from .compression import Bases, Prompt, unpack_blocks
 from .config import MosaicKVConfig
 from .reorganizer import Reorganizer
 from .sequence import SequenceStore
@@ -294,20 +294,28 @@ class MosaicKVLayer(CacheLayerMixin):
         self._pack_ripe(prompt=True)
         self._pack_ripe(prompt=False)
 
-    def waiting(self) -> list[Prompt]:
-        """What waits to be packed until the cache has fitted its `memory_budget`, each different row once."""
+    def waiting(self) -> dict[int, list[Prompt]]:
+        """What waits to be packed until the cache has fitted its `memory_budget`: by row, a prompt for each segment.
+
+        Of rows that are equal only the first is there.
+        """
         self.settle()
-        found = []
-        for row, *_ in self._ripe_families(prompt=False):
-            count = self.rows[row].ripe(self.config, False, self._phase)
+        found = {}
+        for row, *_ in self._ripe_families(prompt=False, waiting=True):
+            count, longest = self._count(row, prompt=False), self.config.segment_length
             queries = None if self.queries is None else self.queries[row]
-            found.append(self.rows[row].prompt(count, self.config, queries))
+            found[row] = [
+                self.rows[row].prompt(min(longest, count - skip), self.config, queries, skip)
+                for skip in range(0, count, longest)
+            ]
         return found
 
-    def fitted(self, config: MosaicKVConfig) -> None:
-        """Packs what has been waiting for this config, which has no budget left to fit."""
-        self.config = config
-        self._pack_ripe(prompt=False)
+    def pack_waiting(self, bases: dict[int, list[Bases]]) -> None:
+        """Packs what has been waiting, with these bases for its segments, by row as in `waiting`."""
+        for row, *twins in self._ripe_families(prompt=False, waiting=True):
+            if row in bases:
+                self._pack([row, *twins], self._count(row, prompt=False), bases[row])
+        self._forget_queries()
 
     def restore(
         self,
@@ -339,29 +347,47 @@ class MosaicKVLayer(CacheLayerMixin):
 
     def _pack_ripe(self, prompt: bool) -> None:
         """Packs what is due in every row; rows that are equal up to there (beams of one prompt) are packed once."""
-        if self.config.memory_budget is not None:
-            return
-        while families := self._ripe_families(prompt):
-            for row, *twins in families:
-                first = self.rows[row]
-                queries = None if self.queries is None else self.queries[row]
-                first.pack(first.ripe(self.config, prompt, self._phase), self.config, queries, self.reorganizer)
-                for twin in twins:
-                    self.rows[twin].follow(first)
-        if not self._wants_queries(prompt=False):
-            self.queries = None
+        for rows in self._ripe_families(prompt, waiting=False):
+            self._pack(rows, self._count(rows[0], prompt))
+        self._forget_queries()
 
-    def _ripe_families(self, prompt: bool) -> list[list[int]]:
-        """Rows with something to pack, those that are equal together."""
+    def _pack(self, rows: list[int], count: int, bases: list[Bases] | None = None) -> None:
+        """Packs the oldest `count` tokens of rows that are equal, in segments; `bases` are theirs, if there are any."""
+        first, *twins = (self.rows[row] for row in rows)
+        queries = None if self.queries is None else self.queries[rows[0]]
+        found = iter(bases or [])
+        while count:
+            length = min(count, self.config.segment_length)
+            first.pack(length, self.config, queries, self.reorganizer, next(found, None))
+            for twin in twins:
+                twin.follow(first)
+            count -= length
+
+    def _count(self, row: int, prompt: bool) -> int:
+        """Tokens of a row that are to be packed."""
+        return self.rows[row].ripe(self.config, prompt, self._phase)
+
+    def _ripe_families(self, prompt: bool, waiting: bool) -> list[list[int]]:
+        """Rows with something to pack, those that are equal together.
+
+        Args:
+            waiting: those that wait for the cache to fit its `memory_budget`, or all others.
+        """
         families: list[list[int]] = []
         for row, sequence in enumerate(self.rows):
-            if sequence.ripe(self.config, prompt, self._phase):
+            count = self._count(row, prompt)
+            waits = self.config.memory_budget is not None and sequence.needs_bases(count, self.config)
+            if count and waits == waiting:
                 family = next((f for f in families if self.rows[f[0]].equals(sequence)), None)
                 if family is None:
                     families.append([row])
                 else:
                     family.append(row)
         return families
+
+    def _forget_queries(self) -> None:
+        if not self._wants_queries(prompt=False) and not self._ripe_families(prompt=False, waiting=True):
+            self.queries = None
 
     def _wants_queries(self, prompt: bool) -> bool:
         """Whether segments to come are packed as queries ask; `prompt` tells whether more of one may come."""

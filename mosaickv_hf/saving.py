@@ -29,7 +29,7 @@ from .segments import Basis, PackedSegment, PackedStates
 from .sequence import SequenceStore
 
 INDEX = "mosaickv_cache.json"
-FORMAT, VERSION = "mosaickv-cache", 1
+FORMAT, VERSION = "mosaickv-cache", 2
 
 
 def save(

@@ -2,7 +2,7 @@
 
 import torch
 
-from .compression import Prompt, Repack, States, compress
+from .compression import Bases, Prompt, Repack, States, compress
 from .config import MosaicKVConfig
 from .open_segment import ClosedSegment, OpenSegment
 from .reorganizer import Reorganizer
@@ -100,7 +100,8 @@ class SequenceStore:
         return sinks + self.packed_length + self.buffer.length
 
     def ripe(self, config: MosaicKVConfig, prompt: bool, phase: int = 0) -> int:
-        """Tokens of the buffer that are to be packed now, oldest first, not counting sinks; 0 for none.
+        """Tokens of the buffer that are to be packed now, oldest first, not counting sinks; 0 for none. More than
+        `segment_length` make several segments.
 
         Args:
             prompt: whether more of the prompt may come. Then tokens wait until there are enough for a segment with
@@ -111,7 +112,6 @@ class SequenceStore:
         if self.sinks is None and self.length < config.min_length:
             return 0
         waiting = self.buffer.length - config.recent_window - (config.sink_tokens if self.sinks is None else 0)
-        waiting = min(waiting, config.segment_length)
         waiting -= waiting % config.block_size
         if prompt:
             return waiting if waiting >= max(config.min_segment_length, 1) else 0
@@ -119,11 +119,16 @@ class SequenceStore:
             return waiting
         return max(0, waiting - (self.packed_length + waiting - phase) % config.buffer_tokens)
 
-    def prompt(self, count: int, config: MosaicKVConfig, queries: torch.Tensor | None) -> Prompt:
-        """The buffer's oldest `count` tokens behind the sinks, as those to pack; arguments as for `pack`."""
+    def needs_bases(self, count: int, config: MosaicKVConfig) -> bool:
+        """Whether so many tokens of the buffer would be packed with bases of their own."""
+        return not self.segments or count >= config.min_segment_length
+
+    def prompt(self, count: int, config: MosaicKVConfig, queries: torch.Tensor | None, skip: int = 0) -> Prompt:
+        """`count` tokens of the buffer behind the sinks, and `skip` more, as those to pack; arguments as for `pack`."""
         first = config.sink_tokens if self.sinks is None else 0
         raw = self.buffer.states()
         before = self.sinks or tuple(states[:, :first] for states in raw)
+        first += skip
         packed = tuple(states[:, first : first + count] for states in raw)
         after = tuple(states[:, first + count :] for states in raw)
         return Prompt(before, packed, after, queries, config)
@@ -134,6 +139,7 @@ class SequenceStore:
         config: MosaicKVConfig,
         queries: torch.Tensor | None = None,
         reorganizer: Reorganizer | None = None,
+        bases: Bases | None = None,
     ) -> None:
         """Packs the buffer's oldest `count` tokens, behind the sinks, which are set aside first.
 
@@ -144,14 +150,15 @@ class SequenceStore:
             queries: `[num_kv_heads, group, n, head_dim]` of the newest tokens, multiplied by the softmax scale, to
                 measure with what loss each head can be packed; None if they have not been seen.
             reorganizer: gets the segments that close; None leaves them as they are.
+            bases: for a prompt's tokens, if they have been found already.
         """
         prompt = self.prompt(count, config, queries)
         sinks = tuple(states.clone() for states in prompt.before) if self.sinks is None else self.sinks
         keys, values = prompt.packed
         # Nothing changes before all work is done: an error leaves the sequence as it was.
         segments, closed, open_segment = list(self.segments), list(self.closed), None
-        if not segments or count >= config.min_segment_length:
-            new = compress(keys, values, prompt.bases(), config)
+        if self.needs_bases(count, config):
+            new = compress(keys, values, bases or prompt.bases(), config)
             if self.open is not None:
                 closed += self._close(self.open, segments[-1], config, queries, reorganizer)
             segments.append(new)

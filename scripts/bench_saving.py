@@ -91,6 +91,7 @@ def in_new_process(folder: str) -> dict[str, float]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_load, args=(folder, theirs))
     process.start()
+    theirs.close()  # so that a load that fails is seen
     seconds = ours.recv()
     process.join()
     return {"total": seconds}

@@ -38,6 +38,8 @@ CONFIGS = {
         key_dense_channels=0,
         block_index="mean",
     ),
+    # What it says of the steps is that they are as coarse as can be.
+    "budget": MosaicKVConfig(**_SMALL, **_FINE | dict(key_step=0.02, value_step=0.02), memory_budget=0.01),
     "native in blocks of 4": MosaicKVConfig(
         **_SMALL | dict(block_size=4, buffer_tokens=4), **_FINE, raw_bits="native", key_dense_channels=8
     ),

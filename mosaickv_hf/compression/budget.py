@@ -8,9 +8,7 @@ is left to find: bytes fall as it grows, so by bisection, and those of each try 
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable, Sequence
 
 from ..config import MosaicKVConfig
 from ..segments import PackedSegment
@@ -24,50 +22,56 @@ _SAMPLE_TOKENS = 128
 _LOSSES, _STEPS, _HALVINGS = (1e-5, 1e5), (FINEST[4], COARSEST), 13
 
 
-def fit_budget(prompts: Sequence[Prompt], config: MosaicKVConfig) -> MosaicKVConfig:
-    """The config whose losses (its steps, if no queries have been seen) fill `memory_budget`, which it then lacks.
+def fit_budget(sequences: Sequence[Sequence[Prompt]], config: MosaicKVConfig) -> Callable[[Prompt], Bases]:
+    """Fills `memory_budget`.
 
     Args:
-        prompts: of all layers, and of all sequences that differ.
+        sequences: of all layers, and of all rows that differ, the segments that they are cut into.
         config: of the prompts.
+
+    Returns:
+        what gives each of the prompts its bases: its losses (steps, where no queries have been seen) are the config's
+        times one factor for all.
 
     Warns:
         UserWarning: if even the coarsest steps take more; they are taken.
     """
-    allowed = config.memory_budget * sum(2 * _numel(prompt) for prompt in prompts)
+    prompts = [prompt for segments in sequences for prompt in segments]
+    # Of several segments the last one tells which tokens stay raw.
+    raw = [states for segments in sequences for states in (*segments[-1].before, *segments[-1].after)]
+    packed = [states for prompt in prompts for states in prompt.packed]
+    bf16 = sum(2 * states.numel() for states in (*raw, *packed))
+    allowed = config.memory_budget * bf16 - sum(states.nbytes for states in raw)
     adapts = all(prompt.errors is not None for prompt in prompts)
 
     def scaled(factor: float) -> MosaicKVConfig:
         names = ("key_loss", "value_loss") if adapts else ("key_step", "value_step")
-        changed = {name: getattr(config, name) * factor for name in names}
-        return dataclasses.replace(config, memory_budget=None, **changed)
+        return dataclasses.replace(config, **{name: getattr(config, name) * factor for name in names})
 
     low, high = _LOSSES if adapts else _STEPS
-    least = _bytes(prompts, scaled(high), config)
-    if least > allowed:
-        asked, met = config.memory_budget, config.memory_budget * least / allowed
-        warnings.warn(
-            f"`memory_budget` is {asked:g}, but the coarsest steps take {met:.3g}; taking these", stacklevel=2
-        )
-        return scaled(high)
-    for _ in range(_HALVINGS):
+    excess = _bytes(prompts, scaled(high), config) - allowed
+    if excess > 0:
+        asked, least = config.memory_budget, config.memory_budget + excess / bf16
+        text = f"`memory_budget` is {asked:g}, but the coarsest steps take {least:.3g}; taking these"
+        warnings.warn(text, stacklevel=2)
+    for _ in range(0 if excess > 0 else _HALVINGS):
         middle = math.sqrt(low * high)
         if _bytes(prompts, scaled(middle), config) > allowed:
             low = middle
         else:
             high = middle
-    return scaled(high)
+    found = scaled(high)
+    return lambda prompt: _bases(prompt, found, config)
 
 
 def _bytes(prompts: Sequence[Prompt], scaled: MosaicKVConfig, config: MosaicKVConfig) -> float:
-    """What the prompts take, raw tokens included, packed as `scaled` says where they were fitted as `config` says."""
+    """What the segments take, packed as `scaled` says where they were fitted as `config` says."""
     total = 0.0
     for prompt in prompts:
         keys, values = prompt.packed
         stride = -(-keys.shape[1] // _SAMPLE_TOKENS)
         sample = keys[:, ::stride], values[:, ::stride]
-        segment = compress(*sample, _bases(prompt, scaled, config), scaled)
-        total += sum(states.nbytes for states in _raw(prompt)) + _whole_bytes(segment, keys.shape[1])
+        total += _whole_bytes(compress(*sample, _bases(prompt, scaled, config), scaled), keys.shape[1])
     return total
 
 
@@ -81,13 +85,3 @@ def _whole_bytes(sample: PackedSegment, tokens: int) -> float:
     """Bytes of a segment of so many tokens, from those of a sample of it."""
     bases = sum(tensor.nbytes for kind, tensor in sample.tensors() if kind == "rotations")
     return bases + (sum(tensor.nbytes for _, tensor in sample.tensors()) - bases) * tokens / sample.length
-
-
-def _numel(prompt: Prompt) -> int:
-    return sum(states.numel() for states in (*prompt.packed, *_raw(prompt)))
-
-
-def _raw(prompt: Prompt) -> list[torch.Tensor]:
-    """K and V of the tokens that stay raw; what lies behind a longest segment is for the next ones."""
-    newest = prompt.config.recent_window + prompt.config.block_size
-    return [*prompt.before, *(states[:, -newest:] for states in prompt.after)]

@@ -52,7 +52,8 @@ class Repack:
         by_value = self._best([candidate.values for candidate in candidates], values, None)
         if by_key == by_value:
             return candidates[by_key]
-        return dataclasses.replace(candidates[by_key], values=candidates[by_value].values)
+        chosen, other = candidates[by_key], candidates[by_value]
+        return dataclasses.replace(chosen, values=other.values, losses=(chosen.losses[0], other.losses[1]))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every raw tensor held."""

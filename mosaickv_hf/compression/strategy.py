@@ -100,22 +100,26 @@ def output_errors(
 def relative_losses(states: States, bases: tuple[Basis, Basis], config: MosaicKVConfig) -> tuple[float, float]:
     """Squared error that packing these tokens with these bases makes, relative to their energy, of K and of V.
 
-    On evenly spaced tokens, from the rotated elements alone: what is dropped, and of what is kept a step's rounding and
-    what lies beyond the largest code.
+    On evenly spaced tokens, from the rotated elements alone: what is dropped, and of what is kept the rounding and what
+    lies beyond the largest code.
     """
     losses = []
     for part, basis, kind in zip(states, bases, ("key", "value")):
         part = part[:, :: -(-part.shape[1] // _SAMPLE_TOKENS)]
         rotated = basis.rotate(part.float())
-        tail = rotated[..., basis.offset.shape[1] :].square()
-        if config.selection == "threshold":
-            unit = basis.step[:, None, None]
+        num_dense = basis.offset.shape[1]
+        tail = rotated[..., num_dense:].square()
+        unit = basis.step[:, None, None]
+        rounding = torch.zeros_like(tail)
+        if basis.bits[0] <= 8:
             codes = torch.tensor([codebook(b, config.group_size).max() for b in basis.bits], device=unit.device)
-            largest = unit * codes[:, None, None]
-            rounding = unit.square() / 12 + (tail.sqrt() - largest).clamp_min(0).square()
-            error = torch.where(tail < (config.dead_zone * unit).square(), tail, rounding)
+            rounding = unit.square() / 12 + (tail.sqrt() - unit * codes[:, None, None]).clamp_min(0).square()
+        if config.selection == "threshold":
+            error = torch.where(tail < (config.dead_zone * unit).square(), tail, rounding).sum()
         else:
-            kept = max(0, round(getattr(config, f"{kind}_channel_ratio") * part.shape[2]) - basis.offset.shape[1])
-            error = tail.sort(dim=-1, descending=True).values[..., kept:]
-        losses.append(error.sum() / rotated.square().sum().clamp_min(torch.finfo(torch.float32).tiny))
+            kept = max(0, round(getattr(config, f"{kind}_channel_ratio") * part.shape[2]) - num_dense)
+            order = tail.argsort(dim=-1, descending=True)
+            error = rounding.gather(-1, order[..., :kept]).sum() + tail.gather(-1, order[..., kept:]).sum()
+        error = error + part.shape[1] * basis.scale.square().sum() / 12
+        losses.append(error / rotated.square().sum().clamp_min(torch.finfo(torch.float32).tiny))
     return losses[0].item(), losses[1].item()
