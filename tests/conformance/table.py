@@ -21,7 +21,8 @@ _NOTES = (
     "decode step to selected blocks: under a lossy preset, prompt lookup and assisted decoding may therefore differ "
     "from greedy decoding."
     "\n- `crop` of more tokens than there are raises `ValueError`; `DynamicCache` crops to nothing."
-    "\n- The newest Transformers of the range runs all of this, the oldest the part for `lossless`, less what its "
+    "\n- With the newest Transformers of the range all of this is tested (in continuous integration a third of the "
+    "lossy presets' part; `MOSAICKV_CONFORMANCE=1` for all), with the oldest the part for `lossless`, less what its "
     "`DynamicCache` cannot do.\n"
 )
 
