@@ -102,7 +102,8 @@ def tiny_model() -> LlamaForCausalLM:
 
 def reference(model) -> torch.Tensor:
     """A long answer, packed and reorganized in the background."""
-    config = MosaicKVConfig(**_SMALL, reorganize="async", open_segment_length=64, reorganize_lag=16, key_step=0.1)
+    fine = dict(key_step=0.1, value_step=0.1, key_dense_channels=4)  # such as make it pay
+    config = MosaicKVConfig(**_SMALL, **fine, reorganize="async", open_segment_length=128, reorganize_lag=16)
     cache = MosaicKVCache(config)
     tokens = _tokens(random.Random(-1), 2, 300)
     settings = dict(max_new_tokens=300, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(tokens))
