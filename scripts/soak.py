@@ -10,7 +10,6 @@ of ten seconds, whose residuals give the interval). Every so often one conversat
 import argparse
 import dataclasses
 import gc
-import inspect
 import json
 import random
 import statistics
@@ -107,13 +106,9 @@ def reference(model) -> torch.Tensor:
     cache = MosaicKVCache(config)
     tokens = _tokens(random.Random(-1), 2, 300)
     settings = dict(max_new_tokens=300, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(tokens))
-    tokens = model.generate(tokens, **{_cache_argument(model): cache}, **settings)
+    tokens = model.generate(tokens, cache=cache, **settings)
     assert cache.stats().segments and cache.stats().swaps
     return tokens
-
-
-def _cache_argument(model) -> str:
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def call(model, choose: random.Random) -> torch.Tensor:
@@ -126,12 +121,11 @@ def call(model, choose: random.Random) -> torch.Tensor:
     tokens = _tokens(choose, batch, choose.choice([5, 60, 200, 700]))
     mask = torch.ones_like(tokens)
     mask[-1, : choose.choice([0, tokens.shape[1] // 3])] = 0
-    named = _cache_argument(model)
     beams = choose.choice([1, 1, 1, 2])
     for _ in range(choose.choice([1, 1, 3]) if beams == 1 else 1):
         new = choose.choice([1, 8, 60])
         settings = dict(max_new_tokens=new, do_sample=False, num_beams=beams, pad_token_id=0)
-        tokens = model.generate(tokens, attention_mask=mask, **{named: cache}, **settings)
+        tokens = model.generate(tokens, attention_mask=mask, cache=cache, **settings)
         tokens = torch.cat([tokens, _tokens(choose, len(tokens), 7)], dim=1)
         mask = torch.nn.functional.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
     return tokens

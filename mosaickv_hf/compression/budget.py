@@ -76,9 +76,10 @@ def _bytes(prompts: Sequence[Prompt], scaled: MosaicKVConfig, config: MosaicKVCo
 
 
 def _bases(prompt: Prompt, scaled: MosaicKVConfig, config: MosaicKVConfig) -> Bases:
+    if prompt.errors is not None:
+        return adapt_steps(prompt.fitted, prompt.errors, scaled)
     factors = scaled.key_step / config.key_step, scaled.value_step / config.value_step
-    fitted = tuple(with_steps(b, b.step * factor, b.bits) for b, factor in zip(prompt.fitted, factors))
-    return fitted if prompt.errors is None else adapt_steps(prompt.fitted, prompt.errors, scaled)
+    return tuple(with_steps(b, b.step * factor, b.bits) for b, factor in zip(prompt.fitted, factors))
 
 
 def _whole_bytes(sample: PackedSegment, tokens: int) -> float:
