@@ -23,13 +23,13 @@ def generate(model, tokens: torch.Tensor, cache: Cache, mask: torch.Tensor | Non
     return model.generate(input_ids=tokens, attention_mask=mask, **{CACHE: cache}, **settings)
 
 
-def padded(extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def generate_padded(model, cache: Cache, extra: int = 0, **kwargs) -> torch.Tensor:
     """Two rows, the second with 31 tokens of padding, and both with some more."""
     tokens = torch.nn.functional.pad(ids(batch=2), (extra, 0))
     mask = torch.ones_like(tokens)
     mask[:, :extra] = 0
     mask[1, : extra + 31] = 0
-    return tokens.masked_fill(mask == 0, 0), mask
+    return generate(model, tokens.masked_fill(mask == 0, 0), cache, mask, **kwargs)
 
 
 def forward(model, tokens: torch.Tensor, cache: Cache, **kwargs) -> torch.Tensor:
@@ -42,16 +42,11 @@ def greedy(model, cache):
 
 
 def left_padded_batch(model, cache):
-    return generate(model, *reversed_arguments(padded(), cache))
+    return generate_padded(model, cache)
 
 
 def extra_left_padding(model, cache):
-    return generate(model, *reversed_arguments(padded(extra=13), cache))[:, 13:]
-
-
-def reversed_arguments(both, cache):
-    tokens, mask = both
-    return tokens, cache, mask
+    return generate_padded(model, cache, extra=13)[:, 13:]
 
 
 def sampling(model, cache):
@@ -65,7 +60,7 @@ def beam_search(model, cache):
 
 def beam_sample(model, cache):
     torch.manual_seed(1)
-    return generate(model, *reversed_arguments(padded(), cache), do_sample=True, num_beams=2)
+    return generate_padded(model, cache, do_sample=True, num_beams=2)
 
 
 def prompt_lookup(model, cache):
@@ -88,12 +83,7 @@ def continue_from_past(model, cache):
 def new_tokens_only(model, cache):
     """As one who keeps the past in the cache alone."""
     forward(model, ids(), cache)
-    out = []
-    token = ids(1, seed=2)
-    for _ in range(NEW):
-        token = forward(model, token, cache)[:, -1:].argmax(-1)
-        out.append(token)
-    return torch.cat(out, dim=1)
+    return _go_on(model, cache, 2, steps=NEW)
 
 
 def position_ids(model, cache):
@@ -156,10 +146,10 @@ def reset(model, cache):
     return generate(model, ids(), cache)
 
 
-def _go_on(model, cache, seed: int, batch: int = 1) -> torch.Tensor:
+def _go_on(model, cache, seed: int, batch: int = 1, steps: int = 8) -> torch.Tensor:
     out = []
     token = ids(1, batch, seed=seed)
-    for _ in range(8):
+    for _ in range(steps):
         token = forward(model, token, cache)[:, -1:].argmax(-1)
         out.append(token)
     return torch.cat(out, dim=1)
