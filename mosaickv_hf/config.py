@@ -48,7 +48,7 @@ class MosaicKVConfig:
             16 is bf16 (fp16 in fp16 models), 8, 4 and 2 are multiples of the segment's step.
         key_dense_channels, value_dense_channels (`int`): leading channels stored for every token, outside the
             selection, in codes of 4 to 8 bits, as many as it takes to be as fine as the other channels' step (8 where
-            those are not quantized). More than head_dim means all.
+            those are not quantized). As many more as `group_size` leaves over; more than head_dim means all.
         rotate (`bool`): rotate K and V into the principal channels of their segment. Off: channels stay as they are.
         block_index (`str`): what a decode step scores to choose blocks. `"principal"` scores every token by K's
             dense channels and takes each block's best; `"mean"` scores the mean key of the block
@@ -101,12 +101,12 @@ class MosaicKVConfig:
     key_bits: int | str = 4
     value_bits: int | str = 4
     key_dense_channels: int = 16
-    value_dense_channels: int = 0
+    value_dense_channels: int = 1
     rotate: bool = True
     block_index: str = "principal"
     index_channels: int = 32
     token_ratio: float = 0.1
-    min_attended_tokens: int = 2048
+    min_attended_tokens: int = 4096
     block_size: int = 8
     raw_bits: int | str = 16
     sink_tokens: int = 4
@@ -178,16 +178,9 @@ class MosaicKVConfig:
         return self.selection == "threshold" and self.adapt_steps
 
     def dense_channels(self, kind: str, head_dim: int) -> int:
-        """Dense channels of K (`kind="key"`) or V (`"value"`) of this head_dim.
-
-        Raises:
-            ValueError: `group_size` does not divide what is left of head_dim.
-        """
+        """Dense channels of K (`kind="key"`) or V (`"value"`) of this head_dim: groups fill the rest of it."""
         dense = min(getattr(self, f"{kind}_dense_channels"), head_dim)
-        if (head_dim - dense) % self.group_size:
-            allowed = f"a divisor of the {kind} head_dim less its dense channels ({head_dim} - {dense})"
-            raise _error("group_size", self.group_size, allowed)
-        return dense
+        return dense + (head_dim - dense) % self.group_size
 
     @classmethod
     def preset(cls, name: str) -> "MosaicKVConfig":

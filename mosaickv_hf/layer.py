@@ -38,7 +38,7 @@ class MosaicKVLayer(CacheLayerMixin):
         rows: one `SequenceStore` per batch row. Rows with the same past share its segments.
         starts: per row, the position of its first real token; None while it has none.
         stored_length: tokens in the rows, padding included; those of an `update` join them when they are attended to.
-        raw_dtype: of tokens that are not packed.
+        raw_dtype: of tokens that are not packed; float64 is not kept.
         queries: `[batch_size, num_kv_heads, group, query_window, head_dim]`, the newest queries, multiplied by the
             softmax scale; None if there are none, or if they serve nothing any more.
         reorganizer: does the work on closed segments; shared by the layers of a cache.
@@ -76,10 +76,9 @@ class MosaicKVLayer(CacheLayerMixin):
     def _initialize(
         self, dtype: torch.dtype, device: torch.device, heads: int, key_head_dim: int, value_head_dim: int
     ) -> None:
-        self.config.dense_channels("key", key_head_dim)
-        self.config.dense_channels("value", value_head_dim)
         self.dtype, self.device = dtype, device
-        self.raw_dtype = torch.bfloat16 if self.config.raw_bits == 16 and dtype.itemsize > 2 else dtype
+        native = torch.float32 if dtype == torch.float64 else dtype
+        self.raw_dtype = torch.bfloat16 if self.config.raw_bits == 16 and dtype.itemsize > 2 else native
         self.num_key_value_heads = heads
         self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
         self.is_initialized = True
@@ -106,8 +105,7 @@ class MosaicKVLayer(CacheLayerMixin):
         # A long chunk may be followed by more of the prompt; a short one is a decode step or draft tokens.
         self._pack_ripe(prompt=n > self.config.recent_window)
         self._pending = (key_states.detach(), value_states.detach())
-        first = (key_states, value_states) if self.stored_length == 0 else None
-        return Handle(self, "key", n, first), Handle(self, "value", n, first)
+        return Handle.pair(self, n, (key_states, value_states), is_first=self.stored_length == 0)
 
     @torch.compiler.disable
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, num_queries: int) -> torch.Tensor:
@@ -188,6 +186,37 @@ class MosaicKVLayer(CacheLayerMixin):
                 dense[row, :, place : place + part.shape[1]] = part
                 place += part.shape[1]
         return dense
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All tokens' K as a dense tensor, for models that read it themselves; None before the first update."""
+        return self._read("key")
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All tokens' V, as `keys`."""
+        return self._read("value")
+
+    @keys.setter
+    def keys(self, states: None) -> None:
+        self._refuse("keys", states)
+
+    @values.setter
+    def values(self, states: None) -> None:
+        self._refuse("values", states)
+
+    @torch.compiler.disable
+    def _read(self, kind: str) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        self.materializations += 1
+        return self.materialize(kind)
+
+    @staticmethod
+    def _refuse(name: str, states: torch.Tensor | None) -> None:
+        # Transformers' base class sets None in the beginning.
+        if states is not None:
+            raise AttributeError(f"`{name}` of a MosaicKVCache's layer cannot be set: use update(), crop() or reset()")
 
     # Lengths
 

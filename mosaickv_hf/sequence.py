@@ -124,12 +124,22 @@ class SequenceStore:
         return not self.segments or count >= config.min_segment_length
 
     def prompt(self, count: int, config: MosaicKVConfig, queries: torch.Tensor | None, skip: int = 0) -> Prompt:
-        """`count` tokens of the buffer behind the sinks, and `skip` more, as those to pack; arguments as for `pack`."""
+        """`count` tokens of the buffer behind the sinks, and `skip` more, as those to pack; arguments as for `pack`.
+
+        Raises:
+            ValueError: an element of theirs is NaN or infinite, or so large that its square is; packing would hide it.
+        """
         first = config.sink_tokens if self.sinks is None else 0
         raw = self.buffer.states()
         before = self.sinks or tuple(states[:, :first] for states in raw)
         first += skip
         packed = tuple(states[:, first : first + count] for states in raw)
+        for name, states in zip(("K", "V"), packed):
+            if not torch.linalg.vector_norm(states, dtype=torch.float32).isfinite():
+                raise ValueError(
+                    f"{name} of tokens to pack holds NaN, infinity or numbers whose squares overflow: "
+                    f"the largest is {states.abs().max().item()}; the model or its dtype overflows"
+                )
         after = tuple(states[:, first + count :] for states in raw)
         return Prompt(before, packed, after, queries, config)
 

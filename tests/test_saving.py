@@ -234,7 +234,7 @@ LIES = {
     "values of another kind": lambda index: index["segments"][0].update(keys=index["segments"][0]["values"]),
     "a file elsewhere": lambda index: index["files"].update({"../x.safetensors": {"bytes": 1, "sha256": ""}}),
     "no layers": lambda index: index.pop("layers"),
-    "other version": set_at("version", to=3),
+    "other version": set_at("version", to=99),
     "other format": set_at("format", to="pickle"),
 }
 

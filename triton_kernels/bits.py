@@ -26,7 +26,7 @@ def code_value(code, bits, GROUP_SIZE: tl.constexpr):
     first: tl.constexpr = 1 if GROUP_SIZE == 1 else 0
     signed8 = ((code ^ 128) - 128).to(tl.float32)
     magnitude4 = code & 7
-    wide4 = magnitude4 + first + tl.where(magnitude4 == 6, 1, 0) + tl.where(magnitude4 == 7, 3, 0)
+    wide4 = magnitude4 + first + tl.where(magnitude4 >= 4, (1 << (magnitude4 & 3)) - 1, 0)
     signed4 = tl.where(code & 8 != 0, -wide4, wide4).to(tl.float32)
     if GROUP_SIZE == 1:
         magnitude2 = tl.where(code & 1 != 0, 2.4, 1.0)

@@ -2,9 +2,11 @@
 
 A `Handle` has the logical shape, dtype and device of K or V. `scaled_dot_product_attention` on two of them attends on
 the packed data. The views that Transformers takes before that call (`repeat_kv`) are followed; any other operation
-gets a dense tensor, which is right and slow, and is counted in `cache.stats()`.
+gets a dense tensor, which is right and slow, and is counted in `cache.stats()`. Gradients end here: what is packed has
+none, and asking for them is an error.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,14 @@ class Handle(torch.Tensor):
         shape: if not the shape of all tokens' K or V, a view of it as `repeat_kv` takes.
     """
 
+    @classmethod
+    def pair(
+        cls, layer: "MosaicKVLayer", num_queries: int, states: tuple[torch.Tensor, torch.Tensor], is_first: bool
+    ) -> tuple["Handle", "Handle"]:
+        """K and V after an update with these `(key_states, value_states)`."""
+        first = states if is_first else None
+        return tuple(_ungraded(lambda kind=kind: cls(layer, kind, num_queries, first), *states) for kind in _KINDS)
+
     @staticmethod
     def __new__(cls, layer, kind, num_queries, first=None, shape=None):
         if shape is None:
@@ -43,7 +53,7 @@ class Handle(torch.Tensor):
 
     def with_shape(self, shape: torch.Size) -> "Handle":
         """The same K or V under the shape of a `repeat_kv` view."""
-        return Handle(self._layer, self._kind, self._num_queries, self._first, shape)
+        return _ungraded(lambda: Handle(self._layer, self._kind, self._num_queries, self._first, shape), self)
 
     def dense(self) -> torch.Tensor:
         """The tensor this handle stands for.
@@ -88,6 +98,31 @@ class Handle(torch.Tensor):
         return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
 
 
+_KINDS = ("key", "value")
+
+
+class _Ungraded(torch.autograd.Function):
+    """Something made from tensors that cannot be differentiated by them, and says so when that is tried."""
+
+    @staticmethod
+    def forward(ctx, make, *inputs):
+        return make()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            "attention to a MosaicKVCache has no gradients: its tokens are packed; "
+            "train with use_cache=False or a DynamicCache, and generate under torch.no_grad()"
+        )
+
+
+def _ungraded(make: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """What `make` returns, without gradients; where one of the inputs has some, asking for them later is an error."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return _Ungraded.apply(make, *inputs)
+    return make()
+
+
 # Each returns None where it does not apply: then the operation gets dense tensors.
 
 
@@ -99,17 +134,26 @@ def _attend(
     layer, n = key._layer, key._num_queries
     if key.ndim != 4 or layer is not value._layer or query.ndim != 4:
         return None
+    # One token's heads may come grouped, in the dimension of tokens. Cross-attention has tokens of its own.
+    is_self_attention = n == 1 or query.shape[2] == n
     if key._first is not None:
         output = scaled_dot_product_attention(
             query, key.dense(), value.dense(), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        layer.finish_prompt(query, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale, n)
+        if is_self_attention:
+            layer.finish_prompt(query, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale, n)
         return output
+    if not is_self_attention:
+        raise ValueError(
+            f"`query` has {query.shape[2]} tokens where the last update had {n}: for cross-attention give the model "
+            "a cache of its own, EncoderDecoderCache(MosaicKVCache(), DynamicCache())"
+        )
     # Dropout is for training, and torch aligns `is_causal` to the first token, which no cached call means.
     if dropout_p > 0 or (is_causal and n > 1):
         return None
     key._check_current()
-    return layer.attend(query, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale, n)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _ungraded(lambda: layer.attend(query, attn_mask, scale, n), query, key, value)
 
 
 def _getitem(handle, index) -> Handle | None:

@@ -11,8 +11,8 @@ from ..segments import DENSE_TILE, INT8_MAX, SPARE_BYTES, Basis, PackedStates
 # Magnitudes, in steps, that the codes of 4- and 2-bit values stand for. They widen outwards, since large elements are
 # rare but clipping them hurts. Without groups zero is never stored, so no code is spent on it.
 _MAGNITUDES = {
-    (4, False): (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 11.0),
-    (4, True): (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0),
+    (4, False): (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 15.0),
+    (4, True): (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 14.0),
     (2, False): (1.0, 2.4),
     (2, True): (0.0, 1.5),
 }
