@@ -8,6 +8,8 @@ from .layer import MosaicKVLayer
 from .segments import DENSE_TILE, INDEX_TILE, SPARE_BYTES, Basis, PackedSegment, PackedStates
 from .sequence import SequenceStore
 
+_MOST_OFF = 0.25
+
 
 def check_layer(layer: MosaicKVLayer, name: str) -> None:
     """Checks a layer that was put together from a file.
@@ -132,6 +134,11 @@ def _check_basis(basis: Basis, heads: int, head_dim: int, dense: int, config: Mo
         tensor = getattr(basis, name)
         good = tensor.shape == shape and tensor.dtype == torch.float32 and bool(tensor.isfinite().all())
         _expect(good, where, name)
+    if config.rotate:
+        axes = basis.axes()
+        # Rounded eigenvectors are off by a hundredth; tokens to come could not be rotated by any matrix.
+        off = axes.transpose(-1, -2) @ axes - torch.eye(head_dim, device=axes.device)
+        _expect(bool(off.abs().max() < _MOST_OFF), where, "rotation")
 
 
 def _is_count(n, minimum: int = 0) -> bool:

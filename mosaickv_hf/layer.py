@@ -180,10 +180,12 @@ class MosaicKVLayer(CacheLayerMixin):
         head_dim = self.key_head_dim if kind == "key" else self.value_head_dim
         shape = (len(self.rows), self.num_key_value_heads, self.stored_length, head_dim)
         dense = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        largest = torch.finfo(self.dtype).max
         for row, sequence in enumerate(self.rows):
             place = self.starts[row] or 0
             for part in _dense_parts(sequence, kind):
-                dense[row, :, place : place + part.shape[1]] = part
+                # What is off by a quantization step may be beyond fp16.
+                dense[row, :, place : place + part.shape[1]] = part.to(self.dtype).clamp(-largest, largest)
                 place += part.shape[1]
         return dense
 

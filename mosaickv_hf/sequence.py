@@ -127,7 +127,7 @@ class SequenceStore:
         """`count` tokens of the buffer behind the sinks, and `skip` more, as those to pack; arguments as for `pack`.
 
         Raises:
-            ValueError: an element of theirs is NaN or infinite, or so large that its square is; packing would hide it.
+            ValueError: NaN or infinity is among them, or a vector whose length overflows: packing would hide it.
         """
         first = config.sink_tokens if self.sinks is None else 0
         raw = self.buffer.states()
@@ -135,10 +135,11 @@ class SequenceStore:
         first += skip
         packed = tuple(states[:, first : first + count] for states in raw)
         for name, states in zip(("K", "V"), packed):
-            if not torch.linalg.vector_norm(states, dtype=torch.float32).isfinite():
+            longest = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).max().item()
+            if not longest <= torch.finfo(states.dtype).max:
                 raise ValueError(
-                    f"{name} of tokens to pack holds NaN, infinity or numbers whose squares overflow: "
-                    f"the largest is {states.abs().max().item()}; the model or its dtype overflows"
+                    f"{name} of tokens to pack have NaN, infinity or a vector too long for {states.dtype} "
+                    f"(the longest is {longest}): the model overflows, try another dtype"
                 )
         after = tuple(states[:, first + count :] for states in raw)
         return Prompt(before, packed, after, queries, config)

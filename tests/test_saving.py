@@ -1,19 +1,22 @@
 """Saved caches: decoding goes on as it would have, in a new process too, and a file that is not whole is refused."""
 
+import contextlib
 import copy
 import dataclasses
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import CACHE, tiny_model
+from safetensors.torch import load_file, save_file
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
-from mosaickv_hf.saving import INDEX, _index_digest
+from mosaickv_hf.saving import INDEX, _file_digest, _index_digest
 
 SMALL = dict(
     min_length=16,
@@ -244,6 +247,69 @@ def test_an_index_that_lies_is_refused(saved, tmp_path, lie):
     """Whoever writes a file can make its checksums right: kernels must still never be sent out of bounds."""
     with pytest.raises(ValueError, match=str(tmp_path)):
         MosaicKVCache.from_pretrained(tampered(saved[0], tmp_path / "cache", LIES[lie]))
+
+
+def leaves(thing, path=()):
+    """Paths to all numbers, names and nothings in JSON."""
+    children = thing.items() if isinstance(thing, dict) else enumerate(thing) if isinstance(thing, list) else ()
+    for key, child in children:
+        yield from leaves(child, (*path, key))
+    if not isinstance(thing, (dict, list)):
+        yield path
+
+
+def distort(index, choose):
+    """Gives one of an index's leaves another value: a neighbour, something wild, or what another leaf has."""
+    parts = {name: index[name] for name in ("layers", "segments", "bases", "compression")}
+    places = list(leaves(parts))
+    place = choose.choice(places)
+    old = parts
+    for key in place:
+        old = old[key]
+    other = parts
+    for key in choose.choice([p for p in places if p != place]):
+        other = other[key]
+    wild = [0, 1, -1, 2**31, 2**63, -(10**30), 1.5, 1e308, float("inf"), None, True, "", "t0", [], {}, [[]] * 3]
+    near = [old + 1, old - 1, 2 * old] if isinstance(old, int) and not isinstance(old, bool) else []
+    set_at(*place, to=choose.choice([other, other, *near, *near, choose.choice(wild)]))(index)
+    return place
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_distorted_index_or_tensor_never_reaches_a_kernel(llama, tmp_path, name):
+    """Whatever a file with right checksums says: it is refused, or decoding with it works."""
+    cache = MosaicKVCache(CONFIGS[name])
+    begin(llama, cache, 20)
+    cache.save_pretrained(tmp_path / "whole")
+    length, refused, choose = cache.get_seq_length(), 0, random.Random(0)
+    for trial in range(60):
+        target = tampered(tmp_path / "whole", tmp_path / "changed", lambda index: None)
+        index = json.loads((target / INDEX).read_text())
+        index.pop("sha256")
+        if trial % 3:
+            what = distort(index, choose)
+        else:
+            (file,) = target.glob("*.safetensors")
+            tensors = load_file(file)
+            what = choose.choice(sorted(tensors))
+            if tensors[what].numel():
+                flat = tensors[what].view(-1)
+                at = choose.randrange(len(flat))
+                flat[at : at + choose.choice([1, 50])] = choose.choice([0, 1, 77, 127])
+            save_file(tensors, file)
+            index["files"][file.name] = {"bytes": file.stat().st_size, "sha256": _file_digest(file)}
+        (target / INDEX).write_text(json.dumps({**index, "sha256": _index_digest(index)}))
+        try:
+            loaded = MosaicKVCache.from_pretrained(target)
+        except (ValueError, OSError) as error:
+            assert str(target) in str(error)
+            refused += 1
+        else:
+            assert loaded.stats().bytes_by_kind.keys() == cache.stats().bytes_by_kind.keys(), what
+            with contextlib.suppress(ValueError):  # another dtype, number of heads or length than the model's
+                go_on(llama, loaded, torch.full((3, length + 1), 5), torch.ones(3, length + 1, dtype=torch.int64), 4)
+        shutil.rmtree(target)
+    assert refused > 20
 
 
 def test_other_models_and_tokens_are_told(saved, llama):

@@ -79,7 +79,7 @@ OTHERS: dict[str, Other] = {
         "capped logits, which SDPA does not know; sliding windows",
     ),
     "GPT-OSS": Other(_gpt_oss, False, "attention sinks, which SDPA does not know"),
-    "DeepSeek-V3": Other(_deepseek, False, "MLA: head_dim of K and V differ"),
+    "DeepSeek-V3": Other(_deepseek, False, "MLA: caches what K and V are made from"),
     "T5": Other(_t5, True, "encoder and decoder, position bias"),
     "BART": Other(_bart, True, "encoder and decoder"),
 }

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from features import FEATURES
+from others import OTHERS
 from zoo import REFUSED, ZOO
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
@@ -14,7 +15,19 @@ _INTRODUCTION = (
     "`DynamicCache`; `default` and `paper` give those of their plain torch oracle; nothing is expanded to dense K or "
     "V. A – is refused by `DynamicCache` with such a model, and by ours.\n\n"
 )
+_OTHERS = (
+    "\nOther models, with the `lossless` preset (`tests/conformance/test_others.py`). Dense: the model works on K and V "
+    "itself, so they are expanded at every step, which is right, saves memory between steps only, and is counted in "
+    "`cache.stats().dense_materializations`.\n"
+)
 _NOTES = (
+    "\n- An encoder-decoder model takes `EncoderDecoderCache(MosaicKVCache(), DynamicCache())`. A `MosaicKVCache` for "
+    "cross-attention, too, is right, but keeps it raw and expands it."
+    '\n- Weights (`output_attentions=True`) exist with `attn_implementation="eager"` only, as with any cache; they are '
+    "those over what the cache holds, which is expanded for it."
+    "\n- Gradients pass through a prompt under SDPA; asking for those of a later token raises `RuntimeError`."
+    "\n- NaN, infinity and vectors too long for the dtype raise `ValueError` when their tokens are to be packed. "
+    "float64 is kept as float32."
     "\n- Sliding-window and linear-attention layers keep Transformers' own caches: make the cache with "
     "`MosaicKVCache(config=model.config)`."
     "\n- Multi-token calls on a filled cache (chat turns, the verification of drafts) attend to all stored tokens, a "
@@ -33,7 +46,10 @@ def render() -> str:
     for feature in FEATURES:
         cells = ("–" if (name, feature) in REFUSED else "✓" for name in ZOO)
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    return _INTRODUCTION + "\n".join(lines) + "\n" + _NOTES
+    others = ["| | K and V | |", "|---|---|---|"]
+    for name, other in OTHERS.items():
+        others.append(f"| {name} | {'packed' if other.packed else 'dense'} | {other.why} |")
+    return _INTRODUCTION + "\n".join([*lines, _OTHERS, *others]) + "\n" + _NOTES
 
 
 if __name__ == "__main__":

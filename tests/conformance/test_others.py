@@ -102,7 +102,7 @@ def test_reading_and_setting_a_layers_keys():
     layer = cache.layers[0]
     assert torch.equal(layer.keys[:, :, :80], states[0]) and torch.equal(layer.values[:, :, :80], states[1])
     assert layer.materializations == 2
-    with pytest.raises(AttributeError, match="keys.*cannot be set"):
+    with pytest.raises(AttributeError, match=r"keys.*cannot be set"):
         layer.keys = states[0]
 
 
