@@ -16,8 +16,8 @@ _INTRODUCTION = (
     "V. A – is refused by `DynamicCache` with such a model, and by ours.\n\n"
 )
 _OTHERS = (
-    "\nOther models, with the `lossless` preset (`tests/conformance/test_others.py`). Dense: the model works on K and V "
-    "itself, so they are expanded at every step, which is right, saves memory between steps only, and is counted in "
+    "\nOther models, with the `lossless` preset (`tests/conformance/test_others.py`). Dense: the model works on K and "
+    "V itself, so they are expanded at every step, which is right, saves memory between steps only, and is counted in "
     "`cache.stats().dense_materializations`.\n"
 )
 _NOTES = (
