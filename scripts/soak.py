@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def give_back() -> None:
-    """What the allocator holds and nobody uses goes back to the system, where it can (glibc): it varies by megabytes."""
+    """Returns to the system what the allocator merely keeps, where it can (glibc): it varies by megabytes."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
