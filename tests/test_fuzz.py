@@ -27,7 +27,15 @@ CONFIGS = {
     "lossless": dataclasses.replace(MosaicKVConfig.preset("lossless"), **_SMALL),
     "fine": MosaicKVConfig(**_SMALL, **_FINE, key_dense_channels=5, value_dense_channels=2),
     "reorganized": MosaicKVConfig(
-        **_SMALL, **_FINE, reorganize="async", open_segment_length=16, reorganize_lag=8, group_size=2
+        # Sixteen tokens do not tell the range of a dense channel to those that borrow their basis.
+        **_SMALL,
+        **_FINE,
+        reorganize="async",
+        open_segment_length=16,
+        reorganize_lag=8,
+        group_size=2,
+        key_dense_channels=0,
+        value_dense_channels=0,
     ),
     "16 bits, mean index": MosaicKVConfig(
         **_SMALL | dict(sink_tokens=0, segment_length=64),

@@ -174,7 +174,7 @@ def encode_kernel(
         # How many of the bounds between neighbouring magnitudes are below.
         first: tl.constexpr = 1.5 if GROUP_SIZE == 1 else 0.5
         code4 = (size > first).to(tl.int32) + (size > first + 1) + (size > first + 2) + (size > first + 3)
-        code4 += (size > first + 4).to(tl.int32) + (size > first + 5.5) + (size > first + 8)
+        code4 += (size > first + 4.5).to(tl.int32) + (size > first + 7) + (size > first + 11)
         code4 = code4 | (sign << 3)
         bound2: tl.constexpr = 1.7 if GROUP_SIZE == 1 else 0.75
         code2 = (size > bound2).to(tl.int32) | (sign << 1)
