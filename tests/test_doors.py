@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import CACHE, tiny_model
-from transformers import DynamicCache, LlamaForCausalLM, pipeline
+from transformers import LlamaForCausalLM, pipeline
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 
@@ -56,16 +56,6 @@ def test_half_precision_weights(dtype):
         assert output.shape == (1, 120) and cache.stats().segments > 0
         logits = model(output[:, -1:], **{CACHE: cache}).logits
         assert logits.dtype == dtype and logits.isfinite().all()
-
-
-def test_four_bit_weights():
-    quanto = pytest.importorskip("optimum.quanto", reason="comes with the eval extra")
-    model = tiny()
-    quanto.quantize(model, weights=quanto.qint4)
-    quanto.freeze(model)
-    cache = MosaicKVCache(LOSSLESS)
-    assert torch.equal(generate(model, cache), generate(model, DynamicCache()))
-    assert cache.stats().segments > 0 and cache.stats().dense_materializations == 0
 
 
 def test_layers_on_several_devices(tmp_path):
