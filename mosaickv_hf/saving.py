@@ -29,7 +29,7 @@ from .segments import Basis, PackedSegment, PackedStates
 from .sequence import SequenceStore
 
 INDEX = "mosaickv_cache.json"
-FORMAT, VERSION = "mosaickv-cache", 2
+FORMAT, VERSION = "mosaickv-cache", 3
 
 
 def save(

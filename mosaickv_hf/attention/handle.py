@@ -136,12 +136,13 @@ def _attend(
         return None
     # One token's heads may come grouped, in the dimension of tokens. Cross-attention has tokens of its own.
     is_self_attention = n == 1 or query.shape[2] == n
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if key._first is not None:
         output = scaled_dot_product_attention(
             query, key.dense(), value.dense(), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         if is_self_attention:
-            layer.finish_prompt(query, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale, n)
+            layer.finish_prompt(query, attn_mask, scale, n)
         return output
     if not is_self_attention:
         raise ValueError(
@@ -152,7 +153,6 @@ def _attend(
     if dropout_p > 0 or (is_causal and n > 1):
         return None
     key._check_current()
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _ungraded(lambda: layer.attend(query, attn_mask, scale, n), query, key, value)
 
 
