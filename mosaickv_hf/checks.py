@@ -118,7 +118,7 @@ def _check_states(
 
 def _check_basis(basis: Basis, heads: int, head_dim: int, dense: int, config: MosaicKVConfig, where: str) -> None:
     _expect(all(_is_count(bits) for bits in basis.bits), where, "bits")
-    quantized = len(basis.bits) == heads and all(bits in (2, 4, 8) for bits in basis.bits)
+    quantized = len(basis.bits) == heads and all(bits in (2, 3, 4, 8) for bits in basis.bits)
     plain = basis.bits in ((16,) * heads, (32,) * heads)
     _expect(quantized or (plain and config.selection == "top_r"), where, "bits")
     widths = basis.dense_bits

@@ -11,7 +11,7 @@ from . import hub
 _SELECTIONS = ("top_r", "threshold")
 _INDEXES = ("principal", "mean")
 _BACKENDS = ("auto", "numba", "triton", "torch")
-_BITS = ("native", 16, 8, 4, 2)
+_BITS = ("native", 16, 8, 4, 3, 2)
 _MODES = ("async", "sync", "off")
 
 
@@ -44,8 +44,8 @@ class MosaicKVConfig:
         query_window (`int`): queries that this error is measured with.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
-        key_bits, value_bits (`"native"`, 16, 8, 4 or 2): bits of a kept element. `"native"` is the dtype of raw tokens,
-            16 is bf16 (fp16 in fp16 models), 8, 4 and 2 are multiples of the segment's step.
+        key_bits, value_bits (`"native"`, 16, 8, 4, 3 or 2): bits of a kept element. `"native"` is the dtype of raw tokens,
+            16 is bf16 (fp16 in fp16 models), 8 and fewer are multiples of the segment's step.
         key_dense_channels, value_dense_channels (`int`): leading channels stored for every token, outside the
             selection, in codes of 4 to 8 bits, as many as it takes to be as fine as the other channels' step (8 where
             those are not quantized). As many more as `group_size` leaves over; more than head_dim means all.
@@ -163,8 +163,8 @@ class MosaicKVConfig:
             if getattr(self, name) % self.block_size or getattr(self, name) == 0:
                 raise _error(name, getattr(self, name), f"a positive multiple of block_size ({self.block_size})")
         for name in ("key_bits", "value_bits"):
-            if self.selection == "threshold" and getattr(self, name) not in (8, 4, 2):
-                raise _error(name, getattr(self, name), 'one of 8, 4, 2 with selection="threshold", which quantizes')
+            if self.selection == "threshold" and getattr(self, name) not in (8, 4, 3, 2):
+                raise _error(name, getattr(self, name), 'one of 8, 4, 3, 2 with selection="threshold", which quantizes')
         if self.memory_budget is not None:
             _number(self, "memory_budget", "None or a number in (0, 1]", lambda x: 0 < x <= 1)
             if self.selection != "threshold":

@@ -33,7 +33,7 @@ class Basis:
         scale: `[num_kv_heads, num_dense]` fp32, from a code of a dense channel to the next.
         dense_bits: per KV head and dense channel, bits of a code, 1 to 8.
         step: `[num_kv_heads]` fp32, value of one unit of the sparse channels; 1 for 16-bit and wider values.
-        bits: per KV head, bits of a kept element of the sparse channels: 2, 4 or 8, or 16 or more for all heads.
+        bits: per KV head, bits of a kept element of the sparse channels: 2, 3, 4 or 8, or 16 or more for all heads.
     """
 
     rotation: torch.Tensor | None

@@ -15,8 +15,8 @@ STRATEGIES = {
     "default": {},
     "paper": dataclasses.asdict(MosaicKVConfig.preset("paper")),
     "lossless": dataclasses.asdict(MosaicKVConfig.preset("lossless")),
-    "8 bits": {"key_bits": 8, "value_bits": 8},
-    "2 bits, groups of 2": {"key_bits": 2, "group_size": 2},
+    "8 and 3 bits": {"key_bits": 8, "value_bits": 3},
+    "2 and 3 bits, groups of 2": {"key_bits": 2, "value_bits": 3, "group_size": 2},
     "4 bits, groups of 4, top-r": {
         "key_dense_channels": 20,
         "value_dense_channels": 8,

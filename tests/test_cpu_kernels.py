@@ -67,7 +67,7 @@ def cases(draw):
     block_size = draw(st.sampled_from([8, 8, 16, 6, 2, 32]))
     group_size = draw(st.sampled_from([1, 1, 2, 4, 3]))
     selection = draw(st.sampled_from(["threshold", "top_r"]))
-    bits = st.sampled_from([4, 2, 8] if selection == "threshold" else [16, "native", 4, 8, 2])
+    bits = st.sampled_from([4, 3, 2, 8] if selection == "threshold" else [16, "native", 4, 8, 3, 2])
     key_dense, value_dense = draw(st.sampled_from([0, 4, 7, 27])), draw(st.sampled_from([0, 8, 16]))
     # Sparse channels come in whole groups.
     key_dense += (key_dim - key_dense) % group_size
@@ -170,7 +170,7 @@ def test_pack_equals_the_torch_packer(block_size, dense):
     config = MosaicKVConfig(key_dense_channels=dense, block_index="mean")
     fitted = fit_bases(moments, moments, config, torch.float32)[0]
     ways = [("threshold", 0.4), ("top_r", 0.4), ("top_r", 0.05), ("top_r", 1.0)]
-    widths = (2, 4, 8, 16, 32, (8, 4), (2, 8))
+    widths = (2, 3, 4, 8, 16, 32, (8, 4), (3, 8))
     for (selection, ratio), bits, group_size in itertools.product(ways, widths, (1, 2, 3, 8)):
         if (96 - dense) % group_size:
             continue
@@ -265,7 +265,7 @@ def test_cpus_without_avx2(tmp_path):
     """The same kernels, compiled for a CPU with nothing but the baseline."""
     code = "import test_cpu_kernels as t, torch\n"
     code += "from mosaickv_hf.attention.cpu import simd\nassert not simd._has('avx2')\n"
-    code += "for bits in (2, 4, 8, 16, 'native'):\n"
+    code += "for bits in (2, 3, 4, 8, 16, 'native'):\n"
     code += "    for dtype in (torch.float32, torch.float16):\n"
     code += (
         "        config = t.MosaicKVConfig(selection='top_r', key_bits=bits, value_bits=bits, min_attended_tokens=64)\n"

@@ -24,7 +24,7 @@ def unpack(packed, n):
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 37])
-@pytest.mark.parametrize(("bits", "group_size"), itertools.product([2, 4, 8, 16, 32], [1, 2, 4]))
+@pytest.mark.parametrize(("bits", "group_size"), itertools.product([2, 3, 4, 8, 16, 32], [1, 2, 4]))
 @pytest.mark.parametrize("selection", ["top_r", "threshold"])
 def test_what_is_kept(selection, bits, group_size, n):
     x = states(n=n)
@@ -88,7 +88,7 @@ def test_storage_is_packed():
     assert packed.dense.nbytes == SPARE_BYTES
 
 
-@pytest.mark.parametrize("bits", [(2, 2, 2), (4, 4, 4), (8, 4, 2), (16, 16, 16)])
+@pytest.mark.parametrize("bits", [(2, 2, 2), (4, 4, 4), (8, 3, 2), (16, 16, 16)])
 def test_joining_is_packing_at_once(bits):
     x = states(n=45)
     basis = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_dense=8, bits=8, step=0.5)
@@ -105,15 +105,15 @@ def test_joining_is_packing_at_once(bits):
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_heads_of_different_bits_are_packed_as_each_alone(group_size):
-    """Rows of two, four and eight bits lie in one buffer; blocks are picked here and there."""
+    """Rows of three, four and eight bits lie in one buffer; blocks are picked here and there."""
     x = states(n=45)
     fitted = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_dense=8, bits=8, step=0.3)
     kwargs = dict(
         selection="threshold", channel_ratio=1.0, dead_zone=0.5, group_size=group_size, block_size=8,
     )  # fmt: skip
     blocks = torch.tensor([[5, 0], [1, 4], [3, 2]])
-    mixed = pack(x, dataclasses.replace(fitted, bits=(2, 8, 4)), **kwargs)
-    for head, bits in enumerate((2, 8, 4)):
+    mixed = pack(x, dataclasses.replace(fitted, bits=(3, 8, 4)), **kwargs)
+    for head, bits in enumerate((3, 8, 4)):
         alone = pack(x, dataclasses.replace(fitted, bits=(bits,) * 3), **kwargs)
         assert torch.equal(unpack_blocks(mixed, blocks)[head], unpack_blocks(alone, blocks)[head])
 

@@ -27,7 +27,7 @@ BITS = {
     "native": {"selection": "top_r", "key_bits": "native", "value_bits": "native", "rotate": False},
     "8 bits": {"key_bits": 8, "value_bits": 8, "value_dense_channels": 8},
     "4 bits": {},
-    "4 and 2 bits by rank": {"selection": "top_r", "value_bits": 2, "key_channel_ratio": 0.6},
+    "3 and 2 bits by rank": {"selection": "top_r", "key_bits": 3, "value_bits": 2, "key_channel_ratio": 0.6},
 }
 MASKS = (None, "causal", "random", "additive", "nothing")
 SMALL = {"buffer_tokens": 32, "min_segment_length": 32, "sink_tokens": 3, "min_attended_tokens": 40}
@@ -157,7 +157,7 @@ def test_choosing_equals_the_reference():
 def packing_cases():
     turns = [itertools.cycle(kinds) for kinds in ((0, 16, 5), (157, 1, 8), (torch.float32, torch.bfloat16))]
     ways = [("threshold", 1.0), ("top_r", 0.4), ("top_r", 1.0)]
-    bits = [(8, 2), (4, 4), (16, 16), (32, 32)]
+    bits = [(8, 2), (3, 3), (4, 4), (16, 16), (32, 32)]
     for head_dim, way, widths, group_size in itertools.product((64, 96), ways, bits, (1, 2, 4)):
         if way[0] == "top_r" or widths[0] <= 8:
             yield head_dim, *way, widths, group_size, *map(next, turns)

@@ -22,18 +22,24 @@ def popcount(x):
 
 @triton.jit
 def code_value(code, bits, GROUP_SIZE: tl.constexpr):
-    """The value in steps of a code of 8, 4 or 2 bits, as `compression.packing.codebook` has them."""
+    """The value in steps of a code of 8, 4, 3 or 2 bits, as `compression.packing.codebook` has them."""
     first: tl.constexpr = 1 if GROUP_SIZE == 1 else 0
     signed8 = ((code ^ 128) - 128).to(tl.float32)
     magnitude4 = code & 7
     wide4 = magnitude4 + first + tl.where(magnitude4 >= 4, (1 << (magnitude4 & 3)) - 1, 0)
     signed4 = tl.where(code & 8 != 0, -wide4, wide4).to(tl.float32)
+    magnitude3 = code & 3
+    if GROUP_SIZE == 1:
+        wide3 = tl.where(magnitude3 < 2, magnitude3 + 1.0, 2.5 * magnitude3 - 1.5)
+    else:
+        wide3 = tl.where(magnitude3 < 3, magnitude3 + 0.0, 4.0)
+    signed3 = tl.where(code & 4 != 0, -wide3, wide3)
     if GROUP_SIZE == 1:
         magnitude2 = tl.where(code & 1 != 0, 2.4, 1.0)
     else:
         magnitude2 = tl.where(code & 1 != 0, 1.5, 0.0)
     signed2 = tl.where(code & 2 != 0, -magnitude2, magnitude2)
-    return tl.where(bits == 8, signed8, tl.where(bits == 4, signed4, signed2))
+    return tl.where(bits == 8, signed8, tl.where(bits == 4, signed4, tl.where(bits == 3, signed3, signed2)))
 
 
 @triton.jit
@@ -135,8 +141,13 @@ def sparse_values(
             other=0,
         )
         place = ((start & 3) * 8).to(tl.int32)[:, None] + rank * bits
+        shift = place & 31
         found = tl.gather(words, tl.minimum(place >> 5, WORDS - 1), 1)
-        code = (found >> (place & 31)) & ((1 << bits) - 1)
+        # A code of three bits may end in the next word.
+        rest = tl.gather(words, tl.minimum((place >> 5) + 1, WORDS - 1), 1)
+        rest = tl.where(shift + bits > 32, rest << (32 - shift), 0)
+        # An arithmetic shift fills with copies of the word's highest bit.
+        code = (((found >> shift) & ((1 << tl.minimum(32 - shift, bits)) - 1)) | rest) & ((1 << bits) - 1)
         return tl.where(kept != 0, code_value(code, bits, GROUP_SIZE), 0.0)
     if KIND == 1:
         elements = values.to(tl.pointer_type(tl.float16))

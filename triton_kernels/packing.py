@@ -176,11 +176,20 @@ def encode_kernel(
         code4 = (size > first).to(tl.int32) + (size > first + 1) + (size > first + 2) + (size > first + 3)
         code4 += (size > first + 4.5).to(tl.int32) + (size > first + 7) + (size > first + 11)
         code4 = code4 | (sign << 3)
+        if GROUP_SIZE == 1:
+            code3 = (size > 1.5).to(tl.int32) + (size > 2.75) + (size > 4.75)
+        else:
+            code3 = (size > 0.5).to(tl.int32) + (size > 1.5) + (size > 3.0)
+        code3 = code3 | (sign << 2)
         bound2: tl.constexpr = 1.7 if GROUP_SIZE == 1 else 0.75
         code2 = (size > bound2).to(tl.int32) | (sign << 1)
-        code = tl.where(width == 8, code8, tl.where(width == 4, code4, code2))
+        code = tl.where(width == 8, code8, tl.where(width == 4, code4, tl.where(width == 3, code3, code2)))
         place = start * 8 + rank * width
-        tl.atomic_add(values + (place >> 5), code << (place & 31).to(tl.int32), mask=kept, sem="relaxed")
+        shift = (place & 31).to(tl.int32)
+        tl.atomic_add(values + (place >> 5), code << shift, mask=kept, sem="relaxed")
+        # A code of three bits may end in the next word.
+        ends_there = kept & (shift + width > 32)
+        tl.atomic_add(values + (place >> 5) + 1, code >> (32 - shift), mask=ends_there, sem="relaxed")
 
 
 def pack(

@@ -8,18 +8,20 @@ import torch
 
 from ..segments import DENSE_TILE, INT8_MAX, SPARE_BYTES, Basis, PackedStates
 
-# Magnitudes, in steps, that the codes of 4- and 2-bit values stand for. They widen outwards, since large elements are
+# Magnitudes, in steps, that the codes of 4-, 3- and 2-bit values stand for. They widen outwards, since large elements are
 # rare but clipping them hurts. Without groups zero is never stored, so no code is spent on it.
 _MAGNITUDES = {
     (4, False): (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 15.0),
     (4, True): (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 14.0),
+    (3, False): (1.0, 2.0, 3.5, 6.0),
+    (3, True): (0.0, 1.0, 2.0, 4.0),
     (2, False): (1.0, 2.4),
     (2, True): (0.0, 1.5),
 }
 
 
 def codebook(bits: int, group_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """`[2**bits]` fp32: the value in steps of each code: an int8; of 4 and 2 bits a magnitude with its sign on top."""
+    """`[2**bits]` fp32: the value in steps of each code: an int8; of fewer bits a magnitude with its sign on top."""
     if bits == 8:
         return torch.arange(256, device=device).to(torch.uint8).view(torch.int8).float()
     magnitudes = torch.tensor(_MAGNITUDES[bits, group_size > 1], dtype=torch.float32, device=device)
@@ -108,8 +110,10 @@ def _encode(
     counts = counts.flatten()
     rank = torch.arange(len(elements), device=counts.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     place = 8 * starts.flatten().repeat_interleave(counts) + rank * width
-    values = torch.zeros(units, dtype=torch.int32, device=counts.device)
-    return values.index_add_(0, place >> 3, torch.cat(codes) << (place & 7).int()).to(torch.uint8)
+    shifted = torch.cat(codes) << (place & 7).int()
+    values = torch.zeros(units + 1, dtype=torch.int32, device=counts.device)  # a code may reach into the next byte
+    values.index_add_(0, place >> 3, shifted & 255).index_add_(0, (place >> 3) + 1, shifted >> 8)
+    return values[:units].to(torch.uint8)
 
 
 def _codes(elements: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
@@ -154,7 +158,9 @@ def unpack_blocks(packed: PackedStates, blocks: torch.Tensor) -> torch.Tensor:
         width = torch.tensor(bits, device=device)[:, None, None, None]
         place = (8 * starts[..., None] + rank * width)[kept]
         width = width.expand(kept.shape)[kept]
-        codes = packed.values[place >> 3].int() >> (place & 7) & ((1 << width) - 1)
+        last = len(packed.values) - 1
+        pairs = packed.values[place >> 3].int() | packed.values[((place >> 3) + 1).clamp_max(last)].int() << 8
+        codes = pairs >> (place & 7) & ((1 << width) - 1)
         books = torch.zeros(heads, 256, dtype=torch.float32, device=device)
         for head, b in enumerate(bits):
             books[head, : 2**b] = codebook(b, packed.group_size, device)

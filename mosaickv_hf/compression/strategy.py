@@ -14,7 +14,7 @@ from .rotation import with_steps
 
 # How far a head's step may be from the config's. Coarser would trust a few queries for all to come. Finer, four bits
 # would clip, so K of a head that asks for less than _EIGHT_BITS_FROM takes eight; V gains nothing by it.
-COARSEST, FINEST = 4.0, {8: 0.1, 4: 0.4, 2: 0.4}
+COARSEST, FINEST = 4.0, {8: 0.1, 4: 0.4, 3: 0.4, 2: 0.4}
 _EIGHT_BITS_FROM = 0.2
 # Tokens at most that a loss is measured on.
 _SAMPLE_TOKENS = 256

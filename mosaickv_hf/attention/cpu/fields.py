@@ -157,8 +157,8 @@ class SegmentFields(Fields):
         table[S_VALUES] = self.address(states.values)
         table[S_VALUES_END] = table[S_VALUES] + states.values.numel() * states.values.element_size()
         table[S_OFFSETS] = self.address(states.offsets)
-        four, two = (codebook(bits, states.group_size)[:8] for bits in (4, 2))
-        table[S_CODEBOOK] = self.address(torch.cat([four, two, two]))
+        four, three, two = (codebook(bits, states.group_size)[:8] for bits in (4, 3, 2))
+        table[S_CODEBOOK] = self.address(torch.cat([four, three, two, two]))
 
     def _basis(self, states: PackedStates) -> np.ndarray:
         basis, head_dim = states.basis, states.head_dim

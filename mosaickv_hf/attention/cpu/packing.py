@@ -42,7 +42,7 @@ from .threads import SOURCES, run
     _UNITS,  # int32 [heads, blocks]: of each block
     _VALUES,
     _OFFSETS,  # int32 [heads, blocks]
-    _BOUNDARIES,  # fp32 [2, 8] between the magnitudes of codes of 4 and of 2 bits, padded with infinity
+    _BOUNDARIES,  # fp32 [3, 8] between the magnitudes of codes of 2, 3 and 4 bits, padded with infinity
     _SCRATCH,
     _SCRATCH_BYTES,
     _FIELDS,
@@ -75,8 +75,8 @@ def pack(
     dense = torch.zeros(tiles * sum(map(sum, basis.dense_bits)) + SPARE_BYTES, dtype=torch.uint8)
     bitmap = torch.zeros(heads, blocks * block_size, -(-(sparse // group_size) // 8), dtype=torch.uint8)
     units = torch.empty(heads, blocks, dtype=torch.int32)
-    boundaries = torch.full((2, 8), torch.inf, dtype=torch.float32, device="cpu")
-    for row, width in zip(boundaries, (4, 2)):
+    boundaries = torch.full((3, 8), torch.inf, dtype=torch.float32, device="cpu")
+    for row, width in zip(boundaries, (2, 3, 4)):
         magnitudes = codebook(width, group_size)[: 2 ** (width - 1)]
         row[: len(magnitudes) - 1] = (magnitudes[1:] + magnitudes[:-1]) / 2
 
@@ -207,11 +207,7 @@ def _select_groups(call, steps, keys, bitmap):
 
 @njit(error_model="numpy")
 def _units(count, bits):
-    if bits == 4:
-        return (count + 1) >> 1
-    if bits == 2:
-        return (count + 3) >> 2
-    return count
+    return (count * bits + 7) >> 3 if bits <= 4 else count
 
 
 @njit(error_model="numpy")
@@ -224,18 +220,22 @@ def _encode_row(bits, steps, count, boundaries, out):
         for i in range(count):
             store_u8(out + i, int(_rounded(load_f32(steps + 4 * i), -_MAX8, _MAX8)))
     else:
-        byte = 0
+        pending, filled = 0, 0
+        boundaries += 32 * (bits - 2)
         for i in range(count):
             magnitude = load_i32(steps + 4 * i) & _SIGN_OFF
-            code = 8 - popcount(at_least(boundaries if bits == 4 else boundaries + 32, magnitude))
+            code = 8 - popcount(at_least(boundaries, magnitude))
             if load_f32(steps + 4 * i) < 0:
                 code |= 1 << (bits - 1)
-            place = (i * bits) & 7
-            byte |= code << place
-            if place + bits == 8 or i == count - 1:
-                store_u8(out, byte)
+            pending |= code << filled
+            filled += bits
+            if filled >= 8:
+                store_u8(out, pending)
                 out += 1
-                byte = 0
+                pending >>= 8
+                filled -= 8
+        if filled:
+            store_u8(out, pending)
 
 
 def _compile(sources: int):

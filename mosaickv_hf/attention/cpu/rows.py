@@ -52,6 +52,7 @@ from .simd import (
     splat,
     spread,
     spread2,
+    spread3,
     spread4,
     store8,
     store_u8,
@@ -131,11 +132,7 @@ def _row_units(bitmap, num_bytes, group_size, kind):
     for byte in range(num_bytes):
         count += popcount(load_u8(bitmap + byte))
     count *= group_size
-    if kind == 4:
-        return (count + 1) >> 1
-    if kind == 2:
-        return (count + 3) >> 2
-    return count
+    return (count * kind + 7) >> 3 if kind <= 4 else count
 
 
 @njit(forceinline=True)
@@ -187,12 +184,19 @@ def _fetch_4(values, rank, ranks, codebook):
 
 
 @njit(forceinline=True)
+def _fetch_3(values, rank, ranks, codebook):
+    bit = 3 * rank
+    return spread3(load_u32(values + (bit >> 3)) >> (bit & 7), ranks, load8(codebook))
+
+
+@njit(forceinline=True)
 def _fetch_2(values, rank, ranks, codebook):
     return spread2(load_u32(values + (rank >> 2)) >> (2 * (rank & 3)), ranks, load8(codebook))
 
 
 _row_fp32, _row_bf16, _row_fp16 = _row_kernel(_fetch_fp32), _row_kernel(_fetch_bf16), _row_kernel(_fetch_fp16)
-_row_i8, _row_4, _row_2 = _row_kernel(_fetch_i8), _row_kernel(_fetch_4), _row_kernel(_fetch_2)
+_row_i8, _row_4 = _row_kernel(_fetch_i8), _row_kernel(_fetch_4)
+_row_3, _row_2 = _row_kernel(_fetch_3), _row_kernel(_fetch_2)
 
 
 @njit
@@ -229,9 +233,11 @@ def _sparse_rows(states, head, block, first, out, stride, spare):
         if kind == BF16:
             values += 2 * _row_bf16(bits, vectors, start, codebook, out)
         elif kind == 4:
-            values += (_row_4(bits, vectors, start, codebook, out) + 1) >> 1
+            values += (4 * _row_4(bits, vectors, start, codebook, out) + 7) >> 3
+        elif kind == 3:
+            values += (3 * _row_3(bits, vectors, start, codebook + 32, out) + 7) >> 3
         elif kind == 2:
-            values += (_row_2(bits, vectors, start, codebook + 32, out) + 3) >> 2
+            values += (2 * _row_2(bits, vectors, start, codebook + 64, out) + 7) >> 3
         elif kind == 8:
             values += _row_i8(bits, vectors, start, codebook, out)
         elif kind == FP16:

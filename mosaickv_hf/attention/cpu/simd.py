@@ -418,7 +418,7 @@ def spread(b, x, ranks):
 
 
 def _spread_codes(b, codes, ranks, bits):
-    shift = b.shl(b.and_(ranks, _const([7] * 8)), _const([bits // 2] * 8))
+    shift = b.mul(b.and_(ranks, _const([7] * 8)), _const([bits] * 8))
     return b.lshr(_splat(b, b.trunc(codes, _I32)), shift)
 
 
@@ -430,6 +430,13 @@ def spread4(b, codes, ranks, magnitudes):
     magnitude = b.bitcast(_permute(b, magnitudes, code), _I32X8)
     sign = b.and_(b.shl(code, _const([28] * 8)), _const([-(2**31)] * 8))
     return _only_kept(b, ranks, b.bitcast(b.xor(magnitude, sign), _F32X8))
+
+
+@_op(F32X8, _i64, _i64, F32X8)
+def spread3(b, codes, ranks, values):
+    """`spread` of eight 3-bit codes in the low bits of `codes`, which choose one of `values`."""
+    ranks = _ranks_at(b, ranks)
+    return _only_kept(b, ranks, _permute(b, values, _spread_codes(b, codes, ranks, 3)))
 
 
 @_op(F32X8, _i64, _i64, F32X8)
