@@ -30,12 +30,13 @@ class MosaicKVConfig:
         key_channel_ratio, value_channel_ratio (`float`): share of the channels that `"top_r"` keeps, in (0, 1].
         key_step, value_step (`float`): the quantization step, in units of the segment's standard deviation (per
             KV head, its mean taken out). `"threshold"` keeps an element from `dead_zone` steps upwards.
-        adapt_steps (`bool`): with `"threshold"`, scale each KV head's steps, from 0.4 to 4 times `key_step` and
-            `value_step`, so that quantization changes the attention output of a prompt's newest queries as much as
-            `key_loss` and `value_loss` say. Where a head's K needs much finer ones, its segment takes 8 bits and
-            they may be 0.1 times. Tokens whose queries are not seen (`from_cache` of a `DynamicCache`) take the steps
-            as they are; generated ones those of the prompt.
-        key_loss, value_loss (`float`): relative squared error of a head's output from quantizing K, and V.
+        adapt_steps (`bool`): with `"threshold"`, choose each KV head's steps, from a quarter of `key_step` and
+            `value_step` to four times as much (a tenth with 8 bits), and where 4 bits are asked for whether it takes
+            3, 4 or 8: what loses least for its bytes, by how much quantization changes the attention output of a
+            prompt's newest queries. Tokens whose queries are not seen (`from_cache` of a `DynamicCache`) take steps and
+            bits as they are; generated ones those of the prompt.
+        key_loss, value_loss (`float`): relative squared error of a head's output, from quantizing K and V, at which a
+            bit an element is worth what it gains.
         memory_budget (`float`, *optional*): bytes that a prompt may take with all its layers and heads, as a share of
             its bf16 bytes, above 0 and up to 1; with `"threshold"`. Then `key_loss` and `value_loss` (the steps, if
             the prompt's queries are not seen) only say how K relates to V: both are scaled by the factor that meets
@@ -43,9 +44,12 @@ class MosaicKVConfig:
             tokens, and a later turn of less than `min_segment_length`, take the steps of what is packed before them.
         query_window (`int`): queries that this error is measured with.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
+        key_dither, value_dither (`float`): in [0, 1]; noise, in steps from end to end, that is added before rounding,
+            always the same. Tokens with like vectors then have different errors, which average out where they are
+            attended to together; single errors get larger.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
-        key_bits, value_bits (`"native"`, 16, 8, 4, 3 or 2): bits of a kept element. `"native"` is the dtype of raw tokens,
-            16 is bf16 (fp16 in fp16 models), 8 and fewer are multiples of the segment's step.
+        key_bits, value_bits (`"native"`, 16, 8, 4, 3 or 2): bits of a kept element. `"native"` is the dtype of raw
+            tokens, 16 is bf16 (fp16 in fp16 models), 8 and fewer are multiples of the segment's step.
         key_dense_channels, value_dense_channels (`int`): leading channels stored for every token, outside the
             selection, in codes of 4 to 8 bits, as many as it takes to be as fine as the other channels' step (8 where
             those are not quantized). As many more as `group_size` leaves over; more than head_dim means all.
@@ -96,7 +100,9 @@ class MosaicKVConfig:
     value_loss: float = 1e-3
     memory_budget: float | None = None
     query_window: int = 8
-    dead_zone: float = 0.53
+    dead_zone: float = 0.6
+    key_dither: float = 0.0
+    value_dither: float = 0.7
     group_size: int = 1
     key_bits: int | str = 4
     value_bits: int | str = 4
@@ -132,6 +138,8 @@ class MosaicKVConfig:
         _one_of(self, "reorganize", _MODES)
         for name in ("key_channel_ratio", "value_channel_ratio", "token_ratio", "dead_zone"):
             _number(self, name, "a number in (0, 1]", lambda x: 0 < x <= 1)
+        for name in ("key_dither", "value_dither"):
+            _number(self, name, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         for name in ("key_step", "value_step", "key_loss", "value_loss", "segment_loss"):
             _number(self, name, "a number > 0", lambda x: x > 0)
         for name in (

@@ -33,7 +33,7 @@ from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 from mosaickv_hf.compression import compress, unpack_blocks
 from mosaickv_hf.compression.compressor import fit_bases
 from mosaickv_hf.compression.rotation import Moments, principal_channels, with_steps
-from mosaickv_hf.compression.strategy import output_errors
+from mosaickv_hf.compression.strategy import output_weights
 
 CONFIG = MosaicKVConfig()
 FIRST, LAST = CONFIG.sink_tokens, CONFIG.recent_window
@@ -65,10 +65,11 @@ class Prompt:
             self.layers.append(packed)
             # No dense channels: the noise of all counts.
             plain = dataclasses.replace(CONFIG, key_dense_channels=0, value_dense_channels=0, block_index="mean")
-            bases = fit_bases(Moments.of(packed[0]), Moments.of(packed[1]), plain, keys.dtype)
+            bases = fit_bases(*packed, plain)
             before, after = (tuple(x[:, part] for x in (keys, values)) for part in (slice(FIRST), slice(-LAST, None)))
-            errors = output_errors(bases, layer.queries[0, :, :, -CONFIG.query_window :], before, packed, after)
-            self.weights.append(tuple(error / (basis.step**2 / 12) for error, basis in zip(errors, bases)))
+            queries = layer.queries[0, :, :, -CONFIG.query_window :]
+            weights = output_weights(bases[0].axes(), queries, before, packed, after)
+            self.weights.append(tuple(weight.sum(-1) for weight in weights))
 
     def cache(self, restored: Layers) -> DynamicCache:
         """A cache of the prompt with these in place of the compressed tokens."""
@@ -145,7 +146,7 @@ def threshold(prompt: Prompt, bits: float) -> Restored:
 def _quantized(prompt: Prompt, loss: float) -> Restored:
     restored, took, count = [], 0, 0
     for layer, weights in zip(prompt.layers, prompt.weights):
-        bases = fit_bases(Moments.of(layer[0]), Moments.of(layer[1]), CONFIG, layer[0].dtype)
+        bases = fit_bases(*layer, CONFIG)
         # Four bits clip at finer steps: then eight.
         steps = [(12 * loss / weight).sqrt() for weight in weights]
         adapted = []
@@ -177,9 +178,7 @@ def _each(prompt: Prompt, restore: Callable[[torch.Tensor], tuple[torch.Tensor, 
 def _rotation(x: torch.Tensor) -> tuple[Callable, Callable, float]:
     """Into the principal channels, back, and the bits an element that storing them takes."""
     axes, scale = principal_channels(Moments.of(x))
-    basis = dataclasses.replace(
-        fit_bases(Moments.of(x), Moments.of(x), CONFIG, x.dtype)[0], rotation=axes, rotation_scale=scale
-    )
+    basis = dataclasses.replace(fit_bases(x, x, CONFIG)[0], rotation=axes, rotation_scale=scale)
     return basis.rotate, basis.rotate_back, 8 * (axes.nbytes + scale.nbytes) / x.numel()
 
 

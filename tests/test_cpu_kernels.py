@@ -17,7 +17,7 @@ from mosaickv_hf.attention import dispatch, reference
 from mosaickv_hf.attention.selection import block_shares, num_chosen_blocks
 from mosaickv_hf.compression import packing
 from mosaickv_hf.compression.compressor import fit_bases
-from mosaickv_hf.compression.rotation import Moments, with_steps
+from mosaickv_hf.compression.rotation import with_steps
 from mosaickv_hf.config import MosaicKVConfig
 from mosaickv_hf.sequence import SequenceStore
 
@@ -166,9 +166,8 @@ def test_pack_equals_the_torch_packer(block_size, dense):
     from mosaickv_hf.attention.cpu import pack
 
     given_states = uneven_states(2, 157, 96)
-    moments = Moments.of(given_states)
     config = MosaicKVConfig(key_dense_channels=dense, block_index="mean")
-    fitted = fit_bases(moments, moments, config, torch.float32)[0]
+    fitted = fit_bases(given_states, given_states, config)[0]
     ways = [("threshold", 0.4), ("top_r", 0.4), ("top_r", 0.05), ("top_r", 1.0)]
     widths = (2, 3, 4, 8, 16, 32, (8, 4), (3, 8))
     for (selection, ratio), bits, group_size in itertools.product(ways, widths, (1, 2, 3, 8)):
@@ -181,6 +180,7 @@ def test_pack_equals_the_torch_packer(block_size, dense):
             "selection": selection,
             "channel_ratio": ratio,
             "dead_zone": 0.5,
+            "dither": 0.7,
             "group_size": group_size,
             "block_size": block_size,
         }

@@ -8,7 +8,7 @@ import torch
 
 from mosaickv_hf.compression import pack, unpack_blocks
 from mosaickv_hf.compression.packing import codebook
-from mosaickv_hf.compression.rotation import Moments, fit_basis, principal_channels
+from mosaickv_hf.compression.rotation import Moments, fit_basis
 from mosaickv_hf.segments import SPARE_BYTES, PackedStates
 
 
@@ -29,10 +29,10 @@ def unpack(packed, n):
 def test_what_is_kept(selection, bits, group_size, n):
     x = states(n=n)
     step = 0.5 if bits <= 8 else None
-    basis = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_dense=16, bits=bits, step=step)
+    basis = fit_basis(x, num_dense=16, bits=bits, step=step)
     dtype = torch.float32 if bits == 32 else torch.bfloat16
     packed = pack(
-        x, basis, selection=selection, channel_ratio=0.5, dead_zone=0.5, group_size=group_size,
+        x, basis, selection=selection, channel_ratio=0.5, dead_zone=0.5, dither=0.0, group_size=group_size,
         block_size=8,
     )  # fmt: skip
     y, got = basis.rotate(x), unpack(packed, n)
@@ -70,16 +70,16 @@ def test_large_heads_rotate_whatever_threads_were_set_before():
     x = states(heads=2, n=300, head_dim=256)
     for count in (1, 2, threads):
         torch.set_num_threads(count)
-        basis = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_dense=8, bits=4, step=0.5)
+        basis = fit_basis(x, num_dense=8, bits=4, step=0.5)
         torch.testing.assert_close(basis.rotate_back(basis.rotate(x)), x, atol=2e-4, rtol=0)
 
 
 def test_storage_is_packed():
     """Bytes are those of the kept elements, one bit a channel and the addresses, whatever the strategy."""
     x = states(n=64)
-    basis = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_dense=0, bits=4, step=0.5)
+    basis = fit_basis(x, num_dense=0, bits=4, step=0.5)
     packed = pack(
-        x, basis, selection="top_r", channel_ratio=0.25, dead_zone=0.5, group_size=1,
+        x, basis, selection="top_r", channel_ratio=0.25, dead_zone=0.5, dither=0.0, group_size=1,
         block_size=8,
     )  # fmt: skip
     assert packed.values.nbytes == 3 * 64 * 16 // 2
@@ -91,10 +91,10 @@ def test_storage_is_packed():
 @pytest.mark.parametrize("bits", [(2, 2, 2), (4, 4, 4), (8, 3, 2), (16, 16, 16)])
 def test_joining_is_packing_at_once(bits):
     x = states(n=45)
-    basis = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_dense=8, bits=8, step=0.5)
+    basis = fit_basis(x, num_dense=8, bits=8, step=0.5)
     basis = dataclasses.replace(basis, bits=bits)
     kwargs = dict(
-        selection="threshold", channel_ratio=1.0, dead_zone=0.5, group_size=1,
+        selection="threshold", channel_ratio=1.0, dead_zone=0.5, dither=0.0, group_size=1,
         block_size=8,
     )  # fmt: skip
     whole = pack(x, basis, **kwargs)
@@ -107,9 +107,9 @@ def test_joining_is_packing_at_once(bits):
 def test_heads_of_different_bits_are_packed_as_each_alone(group_size):
     """Rows of three, four and eight bits lie in one buffer; blocks are picked here and there."""
     x = states(n=45)
-    fitted = fit_basis(Moments.of(x), principal_channels(Moments.of(x)), num_dense=8, bits=8, step=0.3)
+    fitted = fit_basis(x, num_dense=8, bits=8, step=0.3)
     kwargs = dict(
-        selection="threshold", channel_ratio=1.0, dead_zone=0.5, group_size=group_size, block_size=8,
+        selection="threshold", channel_ratio=1.0, dead_zone=0.5, dither=0.0, group_size=group_size, block_size=8,
     )  # fmt: skip
     blocks = torch.tensor([[5, 0], [1, 4], [3, 2]])
     mixed = pack(x, dataclasses.replace(fitted, bits=(3, 8, 4)), **kwargs)
@@ -126,7 +126,7 @@ def test_rotation_gathers_energy_and_is_incremental():
     torch.testing.assert_close(
         at_once.products, in_parts.products, atol=1e-3, rtol=1e-4
     )  # fp32 sums of 500, in another order
-    basis = fit_basis(at_once, principal_channels(at_once), num_dense=0, bits=8, step=1.0)
+    basis = fit_basis(x, num_dense=0, bits=8, step=1.0)
     rotated = basis.rotate(x)
     energy = rotated.square().sum(1)
     # int8 channels are about 0.7 % off, so neighbours of nearly equal energy may change places.

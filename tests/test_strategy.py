@@ -9,9 +9,9 @@ from transformers import DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 from mosaickv_hf.compression import compress, unpack_blocks
+from mosaickv_hf.compression.candidates import Candidates
 from mosaickv_hf.compression.compressor import fit_bases
-from mosaickv_hf.compression.rotation import Moments
-from mosaickv_hf.compression.strategy import adapt_steps, output_errors
+from mosaickv_hf.compression.strategy import output_weights
 from mosaickv_hf.sequence import SequenceStore
 
 # Eight bits: uniform steps that clip nothing, as the theory has them.
@@ -25,7 +25,7 @@ CONFIG = MosaicKVConfig(
 )
 
 
-def setting(seed=0, heads=2, group=3, n=4, length=400, head_dim=64):
+def setting(seed=0, config=CONFIG, heads=2, group=3, n=4, length=400, head_dim=64):
     """Queries, states before, packed and after, and bases; the first head looks tokens up, the second spreads out."""
     torch.manual_seed(seed)
     keys, values = torch.randn(heads, length, head_dim), torch.randn(heads, length, head_dim)
@@ -33,8 +33,13 @@ def setting(seed=0, heads=2, group=3, n=4, length=400, head_dim=64):
     queries[0] *= 3
     queries[1] *= 0.3
     parts = [tuple(states[:, a:b] for states in (keys, values)) for a, b in ((0, 4), (4, 372), (372, length))]
-    moments = [Moments.of(states) for states in parts[1]]
-    return queries, parts, fit_bases(*moments, CONFIG, keys.dtype)
+    return queries, parts, fit_bases(*parts[1], config)
+
+
+def candidates(queries, before, packed, after, bases, config=CONFIG):
+    weights = output_weights(bases[0].axes(), queries, before, packed, after)
+    parts = zip(("key", "value"), bases, packed, weights)
+    return [Candidates.of(kind, basis, states, weight, config) for kind, basis, states, weight in parts]
 
 
 def output(queries, keys, values):
@@ -45,52 +50,92 @@ def output(queries, keys, values):
     return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
 
 
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, value_dither=0.0)], ids=["dither", "none"])
+@pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("which", ["key", "value"])
-def test_the_expected_error_is_the_measured_one(which):
+def test_the_loss_of_a_candidate_is_the_measured_one(which, bits, config):
     """First-order theory against quantization itself, averaged over seeds."""
+    config = dataclasses.replace(config, key_bits=bits, value_bits=bits, key_step=0.3, value_step=0.3)
     expected, measured = [], []
     for seed in range(12):
-        queries, (before, packed, after), bases = setting(seed)
-        segment = compress(*packed, bases, CONFIG)
-        states = segment.keys if which == "key" else segment.values
+        queries, (before, packed, after), bases = setting(seed, config)
+        i = int(which == "value")
+        given = candidates(queries, before, packed, after, bases, config)[i]
+        # The very steps and bits.
+        place = ((given.bits == bits) & ((given.factors - 1).abs() < 1e-6)).nonzero().item()
+        expected.append(given.losses[:, place])
+        states = compress(*packed, bases, config)
+        states = states.values if i else states.keys
         blocks = torch.arange(states.num_blocks).expand(2, -1)
         noisy = states.basis.rotate_back(unpack_blocks(states, blocks))[:, : packed[0].shape[1]]
         exact = [torch.cat(parts, dim=1) for parts in zip(before, packed, after)]
         changed = list(exact)
-        i = which == "value"
         changed[i] = torch.cat([before[i], noisy, after[i]], dim=1)
         true = output(queries, *exact)
         error = (output(queries, *changed) - true).square().sum(-1).mean(1)
         measured.append(error / true.square().sum(-1).mean())
-        expected.append(output_errors(bases, queries, before, packed, after)[i])
+        taken = 8 * torch.tensor(states.head_dense_bytes()) + 8 * torch.tensor(states.head_units())
+        # Rows are filled up to whole bytes, by less than one.
+        rest = taken / len(blocks[0]) / 8 - given.rates[:, place]
+        assert ((rest > -0.02 * given.rates[:, place]) & (rest < 8 + 0.02 * given.rates[:, place])).all()
     ratio = torch.stack(measured).mean(0) / torch.stack(expected).mean(0)
     # The 48 queries of a head in twelve settings give the ratio to about a fifth.
     assert ((ratio > 0.6) & (ratio < 1.6)).all(), ratio
 
 
+def test_noise_parts_the_errors_of_like_tokens():
+    """Of tokens that are all the same vector the errors are too, and their mean is no better than one."""
+    vector = torch.randn(1, 1, 64)
+    states = vector.expand(1, 512, 64) + 1e-4 * torch.randn(1, 512, 64)
+    others = torch.randn(1, 512, 64)
+    errors = {}
+    for dither in (0.0, 0.7, 1.0):
+        config = dataclasses.replace(CONFIG, value_bits=4, value_step=0.8, dead_zone=0.5, value_dither=dither)
+        bases = fit_bases(others, others, config)
+        packed = compress(states, states, bases, config).values
+        restored = bases[1].rotate_back(unpack_blocks(packed, torch.arange(64)[None]))
+        single, mean = (restored - states).square().mean(), (restored.mean(1) - states.mean(1)).square().mean()
+        errors[dither] = (float(single), float(mean))
+    assert errors[0.0][1] > 0.9 * errors[0.0][0]
+    assert errors[1.0][1] < 0.05 * errors[0.0][1] and errors[0.7][1] < 0.3 * errors[0.0][1]
+    assert errors[1.0][0] < 2.5 * errors[0.0][0]
+
+
 def test_the_head_that_looks_tokens_up_gets_the_finer_step():
     queries, (before, packed, after), bases = setting()
-    target = dataclasses.replace(CONFIG, key_loss=1e-4, value_loss=1e-4)
-    adapted = adapt_steps(bases, output_errors(bases, queries, before, packed, after), target)
-    for basis, fitted in zip(adapted, bases):
-        factors = basis.step / fitted.step
+    for given, basis in zip(candidates(queries, before, packed, after, bases), bases):
+        factors = given.choose(basis, 1e-4).step / basis.step
         assert factors[0] < factors[1]
-        assert ((factors > 0.099) & (factors < 4.001)).all()
-    met = output_errors(adapted, queries, before, packed, after)
-    for error, basis, fitted in zip(met, adapted, bases):
-        factors = basis.step / fitted.step
-        free = (factors > 0.101) & (factors < 3.999)
-        torch.testing.assert_close(error[free], torch.full_like(error[free], 1e-4), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("loss, key_bits", [(1e-7, (8, 8)), (3e-4, (8, 4)), (10.0, (4, 4))])
-def test_a_head_whose_step_is_too_fine_for_four_bits_gets_eight(loss, key_bits):
+def test_a_smaller_loss_takes_more_and_loses_less():
+    """Along the lower hull of rates and losses, each head by itself, to the ends of what is tried."""
     queries, (before, packed, after), _ = setting()
-    config = MosaicKVConfig(key_loss=loss, value_loss=loss)
-    moments = [Moments.of(states) for states in packed]
-    bases = fit_bases(*moments, config, torch.float32)
-    keys, values = adapt_steps(bases, output_errors(bases, queries, before, packed, after), config)
-    assert keys.bits == key_bits and values.bits == (4, 4)
+    config = MosaicKVConfig()
+    bases = fit_bases(*packed, config)
+    for given, basis in zip(candidates(queries, before, packed, after, bases, config), bases):
+        losses, rates = [], []
+        for loss in (1e3, 1e-2, 1e-3, 1e-4, 1e-5, 1e-12):
+            chosen = given.choose(basis, loss)
+            at = (given.bits == torch.tensor(chosen.bits)[:, None]) & torch.isclose(
+                given.factors, (chosen.step / basis.step)[:, None]
+            )
+            assert (at.sum(1) == 1).all()
+            losses.append(given.losses[at])
+            rates.append(given.rates[at])
+        losses, rates = torch.stack(losses), torch.stack(rates)
+        assert (losses[1:] <= losses[:-1]).all() and (rates[1:] >= rates[:-1]).all()
+        assert torch.equal(losses[-1], given.losses.amin(1)) and torch.equal(rates[0], given.rates.amin(1))
+        assert chosen.bits == (8, 8)
+
+
+def test_bits_that_are_not_four_are_kept():
+    queries, (before, packed, after), _ = setting()
+    for bits in (2, 3, 8):
+        config = MosaicKVConfig(key_bits=bits, value_bits=bits)
+        bases = fit_bases(*packed, config)
+        for given, basis in zip(candidates(queries, before, packed, after, bases, config), bases):
+            assert all(given.choose(basis, loss).bits == (bits, bits) for loss in (10.0, 1e-3, 1e-9))
 
 
 def test_what_is_generated_is_packed_as_its_predecessor():
@@ -130,7 +175,7 @@ def test_a_prompt_is_packed_as_its_queries_ask(llama, length):
         packed[name] = steps(cache)
         assert all(layer.queries is None for layer in cache.layers)  # they have served
     factors = packed["seen"] / packed["not"]
-    assert (factors != 1).any() and ((factors > 0.099) & (factors < 4.001)).all()
+    assert (factors != 1).any() and ((factors > 0.096) & (factors < 4.001)).all()
 
 
 def test_one_raw_prefill_serves_several_configs(llama):
@@ -155,9 +200,10 @@ def test_a_row_of_fewer_tokens_than_queries():
     """As in a padded batch: the queries of padding do not count."""
     queries, parts, bases = setting(n=16, length=376)
     before, packed, after = (tuple(states[:, :k] for states in part) for part, k in zip(parts, (2, 6, 4)))
-    few = output_errors(bases, queries, before, packed, after)
-    for error, own in zip(few, output_errors(bases, queries[:, :, -12:], before, packed, after)):
-        assert torch.equal(error, own) and (error > 0).all()
+    axes = bases[0].axes()
+    few = output_weights(axes, queries, before, packed, after)
+    for weights, own in zip(few, output_weights(axes, queries[:, :, -12:], before, packed, after)):
+        assert torch.equal(weights, own) and (weights > 0).all()
 
 
 def budgeted(budget, **changes):
@@ -172,8 +218,9 @@ def test_a_budget_is_filled_and_not_exceeded(llama, length, adapt):
     for budget in (0.28, 0.32):
         stats = MosaicKVCache.from_cache(raw, compression=budgeted(budget, adapt_steps=adapt)).stats()
         assert stats.segments
-        # A sample of 128 tokens of each head and layer: to about a hundredth.
-        assert 0.97 * budget < stats.bytes / stats.bytes_bf16 < 1.015 * budget
+        # Measured on a sample of 128 tokens of each head and layer, to about a hundredth. What is left of the budget is
+        # less than a change of bits of one of the model's sixteen heads takes.
+        assert 0.95 * budget < stats.bytes / stats.bytes_bf16 < 1.015 * budget
 
 
 def test_a_smaller_budget_loses_more_everywhere(llama):
@@ -301,7 +348,7 @@ def test_the_loss_that_is_told_is_the_one_that_is_made(selection, bits):
     config = MosaicKVConfig(
         selection=selection, key_bits=bits, value_bits=bits, key_step=0.4, value_step=0.4, value_dense_channels=6
     )
-    segment = compress(*packed, fit_bases(*(Moments.of(states) for states in packed), config, torch.float32), config)
+    segment = compress(*packed, fit_bases(*packed, config), config)
     for states, given, told in zip((segment.keys, segment.values), packed, segment.losses):
         blocks = torch.arange(states.num_blocks).expand(2, -1)
         decoded = states.basis.rotate_back(unpack_blocks(states, blocks))[:, : given.shape[1]]

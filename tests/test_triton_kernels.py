@@ -11,7 +11,7 @@ from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 from mosaickv_hf.attention import reference
 from mosaickv_hf.attention.selection import choose_blocks, num_chosen_blocks
 from mosaickv_hf.compression.compressor import fit_bases
-from mosaickv_hf.compression.rotation import Moments, with_steps
+from mosaickv_hf.compression.rotation import with_steps
 from mosaickv_hf.sequence import SequenceStore
 
 pytest.importorskip("triton")
@@ -172,7 +172,7 @@ def test_pack_equals_the_torch_packer(head_dim, selection, ratio, bits, group_si
     torch.manual_seed(0)
     dense += -dense % group_size
     config = MosaicKVConfig(key_dense_channels=dense, block_index="mean")
-    fitted = fit_bases(*[Moments.of(uneven_states(2, 200, head_dim))] * 2, config, torch.float32)[0]
+    fitted = fit_bases(*[uneven_states(2, 200, head_dim)] * 2, config)[0]
     basis = with_steps(fitted, fitted.step * torch.tensor([0.2, 2.0]), bits)
     given = uneven_states(2, n, head_dim, dtype)
     for block_size in (8, 6, 16):
@@ -180,6 +180,7 @@ def test_pack_equals_the_torch_packer(head_dim, selection, ratio, bits, group_si
             "selection": selection,
             "channel_ratio": ratio,
             "dead_zone": 0.5,
+            "dither": 0.7,
             "group_size": group_size,
             "block_size": block_size,
         }

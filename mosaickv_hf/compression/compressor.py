@@ -8,37 +8,33 @@ from ..backend import uses_numba, uses_triton
 from ..config import MosaicKVConfig
 from ..segments import INDEX_TILE, INT8_MAX, Basis, PackedSegment, PackedStates, tile
 from .packing import pack
-from .rotation import CHUNK_TOKENS, Moments, Rotation, fit_basis, principal_channels
+from .rotation import CHUNK_TOKENS, Rotation, fit_basis
 from .strategy import relative_losses
 
 Bases = tuple[Basis, Basis]
 
 
 def fit_bases(
-    keys: Moments,
-    values: Moments,
-    config: MosaicKVConfig,
-    dtype: torch.dtype,
-    rotations: Sequence[Rotation] | None = None,
+    keys: torch.Tensor, values: torch.Tensor, config: MosaicKVConfig, rotations: Sequence[Rotation] | None = None
 ) -> Bases:
-    """Bases for K and for V from the moments of the tokens to pack, which are of this dtype.
+    """Bases for packing these K and V, `[num_kv_heads, n, head_dim]` each.
 
     Args:
         rotations: of K and V, if others' are to be shared.
     """
 
-    def fit(moments: Moments, kind: str, rotation: Rotation | None) -> Basis:
-        if rotation is None:
-            rotation = principal_channels(moments) if config.rotate else (None, None)
-        num_dense = config.dense_channels(kind, moments.total.shape[-1])
+    def fit(kind: str, states: torch.Tensor, rotation: Rotation | None) -> Basis:
+        if not config.rotate:
+            rotation = (None, None)
+        num_dense = config.dense_channels(kind, states.shape[-1])
         bits = getattr(config, f"{kind}_bits")
         if bits == "native":
-            bits = 8 * dtype.itemsize
+            bits = 8 * states.dtype.itemsize
         step = getattr(config, f"{kind}_step") if bits <= 8 else None
-        return fit_basis(moments, rotation, num_dense=num_dense, bits=bits, step=step)
+        return fit_basis(states, rotation, num_dense=num_dense, bits=bits, step=step)
 
     of_keys, of_values = rotations or (None, None)
-    return fit(keys, "key", of_keys), fit(values, "value", of_values)
+    return fit("key", keys, of_keys), fit("value", values, of_values)
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, bases: Bases, config: MosaicKVConfig) -> PackedSegment:
@@ -63,6 +59,7 @@ def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, confi
             selection=config.selection,
             channel_ratio=getattr(config, f"{kind}_channel_ratio"),
             dead_zone=config.dead_zone,
+            dither=getattr(config, f"{kind}_dither"),
             group_size=config.group_size,
             block_size=config.block_size,
         )

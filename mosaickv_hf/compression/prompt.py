@@ -6,9 +6,10 @@ from functools import cached_property
 import torch
 
 from ..config import MosaicKVConfig
+from .candidates import Candidates
 from .compressor import Bases, fit_bases
-from .rotation import Moments
-from .strategy import States, adapt_steps, output_errors
+from .rotation import with_steps
+from .strategy import States, output_weights
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,24 @@ class Prompt:
     @cached_property
     def fitted(self) -> Bases:
         """With the config's steps for all heads."""
-        keys, values = self.packed
-        return fit_bases(Moments.of(keys), Moments.of(values), self.config, keys.dtype)
+        return fit_bases(*self.packed, self.config)
 
     @cached_property
-    def errors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What these steps do to the attention output, see `output_errors`; None if no query tells."""
+    def candidates(self) -> tuple[Candidates, Candidates] | None:
+        """Ways to quantize K and V instead; None if no query tells what they lose."""
         if self.queries is None or not self.config.adapts_steps:
             return None
-        return output_errors(self.fitted, self.queries, self.before, self.packed, self.after)
+        weights = output_weights(self.fitted[0].axes(), self.queries, self.before, self.packed, self.after)
+        parts = zip(("key", "value"), self.fitted, self.packed, weights)
+        return tuple(Candidates.of(kind, basis, states, weight, self.config) for kind, basis, states, weight in parts)
 
-    def bases(self) -> Bases:
-        """With each head's steps adapted to the config's losses, where a query tells."""
-        return self.fitted if self.errors is None else adapt_steps(self.fitted, self.errors, self.config)
+    def bases(self, factor: float = 1.0) -> Bases:
+        """As the config's losses ask of each head, where a query tells, else its steps.
+
+        Args:
+            factor: of these losses, or else of the steps.
+        """
+        if self.candidates is None:
+            return tuple(with_steps(basis, basis.step * factor, basis.bits) for basis in self.fitted)
+        losses = (factor * self.config.key_loss, factor * self.config.value_loss)
+        return tuple(given.choose(*fitted) for given, *fitted in zip(self.candidates, self.fitted, losses))

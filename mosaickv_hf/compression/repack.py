@@ -17,7 +17,7 @@ from ..config import MosaicKVConfig
 from ..segments import PackedSegment, PackedStates
 from .compressor import compress, fit_bases
 from .packing import unpack_blocks
-from .rotation import Moments, with_steps
+from .rotation import with_steps
 from .strategy import States
 
 
@@ -40,12 +40,11 @@ class Repack:
     def __call__(self) -> PackedSegment:
         """The provisional segment, or one with other bases for K, for V or for both."""
         keys, values = (torch.cat(parts, dim=1) for parts in zip(*self.raw))
-        moments = Moments.of(keys), Moments.of(values)
         borrowed = self.provisional.keys.basis, self.provisional.values.basis
         rotations = [(basis.rotation, basis.rotation_scale) for basis in borrowed]
         candidates = [self.provisional]
         for given in (rotations, None):
-            bases = fit_bases(*moments, self.config, keys.dtype, given)
+            bases = fit_bases(keys, values, self.config, given)
             bases = tuple(with_steps(basis, old.step, old.bits) for basis, old in zip(bases, borrowed))
             candidates.append(compress(keys, values, bases, self.config))
         by_key = self._best([candidate.keys for candidate in candidates], keys, self.queries)

@@ -9,9 +9,9 @@ from ..segments import INT8_MAX, Basis, inverse
 
 # Tokens a pass over a long prompt works on at a time: bounds its temporary memory.
 CHUNK_TOKENS = 4096
-# Dense channels are stored from this many standard deviations below their mean to as many above: the unusual tokens are
-# those that matter.
-_RANGE = 5.0
+# Dense channels are stored from their smallest to their largest value: unusual tokens are those that matter, and some
+# are ten standard deviations from the mean. This share of it more on either side is for tokens that are yet to come.
+_MARGIN = 1 / 16
 _FEWEST_BITS = 4
 
 
@@ -59,18 +59,29 @@ def principal_channels(moments: Moments) -> Rotation:
     return (vectors * largest.sign() / scale[:, None]).round().to(torch.int8), scale
 
 
-def fit_basis(moments: Moments, rotation: Rotation, *, num_dense: int, bits: int, step: float | None = None) -> Basis:
-    """The basis for packing vectors with these moments, and vectors like them.
+def fit_basis(
+    states: torch.Tensor,
+    rotation: Rotation | None = None,
+    *,
+    num_dense: int,
+    bits: int,
+    step: float | None = None,
+) -> Basis:
+    """The basis for packing these vectors, and vectors like them.
 
     Args:
-        moments: of at least one vector.
-        rotation: the channels, see `principal_channels`; Nones leave them as they are.
+        states: `[num_kv_heads, n, head_dim]` of any float dtype, n >= 1.
+        rotation: the channels; Nones leave them as they are. By default the principal ones.
         num_dense: leading channels stored densely.
         bits: of a kept element of the other channels.
         step: their quantization step in units of the segment's standard deviation, all channels together; None if
             they are not quantized.
     """
+    moments = Moments.of(states)
+    if rotation is None:
+        rotation = principal_channels(moments)
     products, mean = moments.products.double() / moments.count, moments.total.double() / moments.count
+    to_channels = None
     if rotation[0] is not None:
         to_channels = inverse(rotation[0] * rotation[1][:, None].double())
         mean = (to_channels @ mean[:, :, None])[..., 0]
@@ -78,19 +89,34 @@ def fit_basis(moments: Moments, rotation: Rotation, *, num_dense: int, bits: int
     energy = products.diagonal(dim1=-2, dim2=-1)
     tiny = torch.finfo(torch.float32).tiny
     variance = (energy - mean.square()).clamp_min(0)
+    lowest, highest = _extremes(states, to_channels, num_dense)
+    margin = _MARGIN * (highest - lowest)
+    lowest, span = lowest - margin, highest - lowest + 2 * margin
     unit = torch.ones_like(energy[:, 0]) if step is None else (variance.mean(-1).sqrt() * step).clamp_min(tiny)
-    half = (_RANGE * variance[:, :num_dense].sqrt()).clamp_min(tiny)
     heads = len(unit)
     widest = Basis(
         rotation=rotation[0],
         rotation_scale=rotation[1],
-        offset=(mean[:, :num_dense] - half).float(),
-        scale=(2 * half / 255).float(),
+        offset=lowest,
+        scale=(span / 255).clamp_min(tiny),
         dense_bits=((8,) * num_dense,) * heads,
         step=unit.float(),
         bits=(bits,) * heads,
     )
     return with_steps(widest, widest.step, widest.bits)
+
+
+def _extremes(
+    states: torch.Tensor, to_channels: torch.Tensor | None, num_dense: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of each leading channel, fp32 `[num_kv_heads, num_dense]` each."""
+    leading = None if to_channels is None else to_channels[:, :num_dense].transpose(-1, -2).float()
+    ends = []
+    for part in states.split(CHUNK_TOKENS, dim=1):
+        part = part[..., :num_dense].float() if leading is None else part.float() @ leading
+        ends.append(torch.stack(part.aminmax(dim=1)))
+    lowest, highest = torch.stack(ends, dim=1)
+    return lowest.amin(0), highest.amax(0)
 
 
 def with_steps(basis: Basis, step: torch.Tensor, bits: Sequence[int]) -> Basis:
@@ -101,8 +127,20 @@ def with_steps(basis: Basis, step: torch.Tensor, bits: Sequence[int]) -> Basis:
     """
     if bits[0] > 8:  # not quantized
         return replace(basis, step=step, bits=tuple(bits))
-    span = basis.scale * (2 ** basis.dense_widths() - 1)
-    widths = (span / step[:, None] + 1).log2().ceil().clamp(_FEWEST_BITS, 8).long()
-    scale = (span / (2**widths - 1)).clamp_min(torch.finfo(torch.float32).tiny)
-    dense_bits = tuple(map(tuple, widths.tolist()))
-    return replace(basis, scale=scale, dense_bits=dense_bits, step=step, bits=tuple(bits))
+    widths, scale = dense_widths(basis, step[:, None])
+    dense_bits = tuple(map(tuple, widths[:, 0].tolist()))
+    return replace(basis, scale=scale[:, 0], dense_bits=dense_bits, step=step, bits=tuple(bits))
+
+
+def dense_widths(basis: Basis, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How the dense channels are to be quantized at some steps of the sparse ones: no finer than those.
+
+    Args:
+        steps: `[num_kv_heads, n]` fp32.
+
+    Returns:
+        bits of a code, int64, and `Basis.scale`, fp32, `[num_kv_heads, n, num_dense]` each.
+    """
+    span = (basis.scale * (2 ** basis.dense_widths() - 1))[:, None]
+    widths = (span / steps[..., None] + 1).log2().ceil().clamp(_FEWEST_BITS, 8).long()
+    return widths, (span / (2**widths - 1)).clamp_min(torch.finfo(torch.float32).tiny)

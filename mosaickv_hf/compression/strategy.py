@@ -10,12 +10,7 @@ import torch
 from ..config import MosaicKVConfig
 from ..segments import Basis
 from .packing import codebook
-from .rotation import with_steps
 
-# How far a head's step may be from the config's. Coarser would trust a few queries for all to come. Finer, four bits
-# would clip, so K of a head that asks for less than _EIGHT_BITS_FROM takes eight; V gains nothing by it.
-COARSEST, FINEST = 4.0, {8: 0.1, 4: 0.4, 3: 0.4, 2: 0.4}
-_EIGHT_BITS_FROM = 0.2
 # Tokens at most that a loss is measured on.
 _SAMPLE_TOKENS = 256
 
@@ -23,46 +18,25 @@ States = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, `[num_kv_heads, n, head_dim]` each (their head_dims may differ)."""
 
 
-def adapt_steps(
-    bases: tuple[Basis, Basis], errors: tuple[torch.Tensor, torch.Tensor], config: MosaicKVConfig
-) -> tuple[Basis, Basis]:
-    """The bases with each KV head's step scaled towards the config's loss, and with the bits that it needs.
-
-    A step's squared error grows with its square, so the step that meets the target follows from the error of one.
-
-    Args:
-        bases, errors: of K and V, see `output_errors`.
-    """
-    adapted = []
-    for kind, basis, error in zip(("key", "value"), bases, errors):
-        # No error to speak of, as of values that are all zero: as coarse as may be.
-        factors = (getattr(config, f"{kind}_loss") / error).sqrt().nan_to_num(nan=torch.inf)
-        fine = (kind == "key") & (factors < _EIGHT_BITS_FROM)
-        bits = tuple(8 if wants else own for wants, own in zip(fine.tolist(), basis.bits))
-        finest = torch.tensor([FINEST[b] for b in bits], device=factors.device)
-        factors = factors.clamp(max=COARSEST).maximum(finest)
-        adapted.append(with_steps(basis, basis.step * factors, bits))
-    return adapted[0], adapted[1]
-
-
-def output_errors(
-    bases: tuple[Basis, Basis], queries: torch.Tensor, before: States, packed: States, after: States
+def output_weights(
+    axes: torch.Tensor | None, queries: torch.Tensor, before: States, packed: States, after: States
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expected squared error of the attention output from quantizing K, and from quantizing V, with the bases' steps.
+    """How much squared errors in the channels of K, and of V, change the attention output.
 
-    With p a query's weights, o its output and e the errors of a step s (s^2 / 12 in every sparse channel): an error
-    in K changes the output by sum_t p_t (q e_t) (v_t - o), one in V by sum_t p_t e_t. Errors of tokens are
-    independent, so squares add up.
+    With p a query's weights, o its output and e the errors: an error in K changes the output by
+    sum_t p_t (q e_t) (v_t - o), one in V by sum_t p_t e_t. Errors of tokens are taken as independent, so that squares
+    add up.
 
     Args:
-        bases: of K and V.
+        axes: of K's basis, see `Basis.axes`.
         queries: `[num_kv_heads, group, n, head_dim]`, of the newest n tokens, multiplied by the softmax scale.
         before, packed, after: K and V `[num_kv_heads, length, head_dim]` of the tokens that stay raw in front, of
             those that are to be packed, and of the newest. Segments packed before are left out, which makes the
             others more important than they are.
 
     Returns:
-        `[num_kv_heads]` fp32 each, relative to the mean squared output of the layer.
+        `[num_kv_heads, head_dim]` fp32 each: for a squared error of one in a channel of every packed token, the squared
+        error of the output, relative to the mean squared output of the layer.
     """
     first = before[0].shape[1]
     end = first + packed[0].shape[1]
@@ -70,8 +44,6 @@ def output_errors(
     # A row of a padded batch may have fewer tokens than others have queries.
     queries = queries[:, :, -len(positions) :]
     hidden = positions > positions[-queries.shape[2] :, None]
-    dense = [basis.offset.shape[1] for basis in bases]
-    axes = bases[0].axes()
     by_key, by_value, power = [], [], []
     # One head at a time: weights of a long prompt are large.
     for head in range(queries.shape[0]):
@@ -88,13 +60,11 @@ def output_errors(
             + squares.sum(-1) * output.square().sum(-1)
         ).clamp_min(0)
         rotated = query if axes is None else query @ axes[head]
-        by_key.append((distances * rotated[..., dense[0] :].square().sum(-1)).mean())
-        by_value.append(squares.sum(-1).mean() * (values.shape[1] - dense[1]))
+        by_key.append((distances[..., None] * rotated.square()).mean((0, 1)))
+        by_value.append(squares.sum(-1).mean().expand(values.shape[1]))
         power.append(output.square().sum(-1).mean())
     power = torch.stack(power).mean().clamp_min(torch.finfo(torch.float32).tiny)
-    return tuple(
-        torch.stack(by_head) / power * basis.step.square() / 12 for by_head, basis in zip((by_key, by_value), bases)
-    )
+    return torch.stack(by_key) / power, torch.stack(by_value) / power
 
 
 def relative_losses(states: States, bases: tuple[Basis, Basis], config: MosaicKVConfig) -> tuple[float, float]:
@@ -113,7 +83,8 @@ def relative_losses(states: States, bases: tuple[Basis, Basis], config: MosaicKV
         rounding = torch.zeros_like(tail)
         if basis.bits[0] <= 8:
             codes = torch.tensor([codebook(b, config.group_size).max() for b in basis.bits], device=unit.device)
-            rounding = unit.square() / 12 + (tail.sqrt() - unit * codes[:, None, None]).clamp_min(0).square()
+            noise = (1 + getattr(config, f"{kind}_dither") ** 2) / 12
+            rounding = noise * unit.square() + (tail.sqrt() - unit * codes[:, None, None]).clamp_min(0).square()
         if config.selection == "threshold":
             error = torch.where(tail < (config.dead_zone * unit).square(), tail, rounding).sum()
         else:

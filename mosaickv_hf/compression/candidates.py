@@ -1,0 +1,116 @@
+"""Ways to quantize a head's K or V: what each takes and what it loses, and which one to take.
+
+Steps and bits are tried on the magnitudes of a sample of the segment's tokens, so that what rounds to zero, what is
+rounded and what lies beyond the largest code all count as they are. Magnitudes come as a histogram in fractions of an
+octave: a step is then a shift of it, and hundreds of candidates cost one small matrix product.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..config import MosaicKVConfig
+from ..segments import Basis
+from .packing import codebook
+from .rotation import dense_widths, with_steps
+
+# Bits that are tried for the config's: four stand for what pays, fewer and eight are wishes.
+_WIDTHS = {8: (8,), 4: (3, 4, 8), 3: (3,), 2: (2,)}
+# Octaves of steps that are tried, to the config's. Coarser would trust a few queries for all to come; eight bits are
+# for what fewer cannot represent.
+_STEP_OCTAVES = {8: (-3.375, 0.0), 4: (-2.0, 2.0), 3: (-2.0, 2.0), 2: (-2.0, 2.0)}
+_PER_OCTAVE = 8
+# Octaves of magnitudes, to the config's step; what is outside counts as at the edge.
+_LOWEST, _HIGHEST = -12, 8
+_SAMPLE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Of one basis' heads.
+
+    Attributes:
+        bits: `[candidates]` int64, of a kept element.
+        factors: `[candidates]` fp32, of the basis' steps.
+        rates: `[num_kv_heads, candidates]` fp32, bits that a token's dense codes and kept elements take.
+        losses: `[num_kv_heads, candidates]` fp32, relative squared error of the layer's output, see `output_weights`.
+        channels: of a vector.
+    """
+
+    bits: torch.Tensor
+    factors: torch.Tensor
+    rates: torch.Tensor
+    losses: torch.Tensor
+    channels: int
+
+    @classmethod
+    def of(
+        cls, kind: str, basis: Basis, states: torch.Tensor, weights: torch.Tensor, config: MosaicKVConfig
+    ) -> "Candidates":
+        """Those for packing `[num_kv_heads, n, head_dim]` states.
+
+        Args:
+            kind: "key" or "value".
+            basis: quantized; its first head's bits say what may be tried.
+            weights: `[num_kv_heads, head_dim]` fp32, see `output_weights`.
+        """
+        device, num_dense = states.device, basis.offset.shape[1]
+        rounding = (basis.bits[0], config.group_size, config.dead_zone, getattr(config, f"{kind}_dither"))
+        bits, factors, errors, kept = (tensor.to(device) for tensor in _tried(*rounding))
+        sample = states[:, :: -(-states.shape[1] // _SAMPLE_TOKENS)]
+        rotated = basis.rotate(sample.float())[..., num_dense:]
+        magnitudes = (rotated / basis.step[:, None, None]).abs()
+        groups = magnitudes.unflatten(-1, (-1, config.group_size)).amax(-1)
+        counts = _histogram(groups).sum(1) * config.group_size
+        rates = counts @ kept * bits / sample.shape[1]
+        weighted = (_histogram(magnitudes) * weights[:, num_dense:, None]).sum(1)
+        losses = weighted @ errors * basis.step.square()[:, None] / sample.shape[1]
+
+        steps = basis.step[:, None] * factors
+        widths, scale = dense_widths(basis, steps)  # [heads, candidates, num_dense]
+        losses += (scale.square() / 12 * weights[:, None, :num_dense]).sum(-1)
+        return cls(bits, factors, rates + widths.sum(-1), losses, states.shape[2])
+
+    def choose(self, basis: Basis, loss: float) -> Basis:
+        """The basis with the steps and bits that pay for each head.
+
+        A bit more of each of n elements divides a loss L by four, so at the loss to aim at a bit is worth 2 ln 2 L / n.
+        One worth of bits for all heads makes their total loss the least for the bytes.
+        """
+        a_bit = 2 * math.log(2) * loss / self.channels
+        chosen = (self.rates * a_bit + self.losses).argmin(1)
+        return with_steps(basis, basis.step * self.factors[chosen], self.bits[chosen].tolist())
+
+
+def _histogram(magnitudes: torch.Tensor) -> torch.Tensor:
+    """`[heads, n, channels]` magnitudes to counts `[heads, channels, bins]` fp32."""
+    heads, _, channels = magnitudes.shape
+    bins = (_HIGHEST - _LOWEST) * _PER_OCTAVE
+    tiny = torch.finfo(torch.float32).tiny
+    place = ((magnitudes.clamp_min(tiny).log2() - _LOWEST) * _PER_OCTAVE).floor().clamp(0, bins - 1).long()
+    place += bins * torch.arange(heads * channels, device=place.device).view(heads, 1, channels)
+    return place.flatten().bincount(minlength=heads * channels * bins).view(heads, channels, bins).float()
+
+
+@functools.cache
+def _tried(bits: int, group_size: int, dead_zone: float, dither: float) -> tuple[torch.Tensor, ...]:
+    """`bits` and `factors` of `Candidates`; by magnitude `[bins, candidates]` squared errors, and shares kept."""
+    places = (torch.arange(_PER_OCTAVE * (_HIGHEST - _LOWEST) * 8) + 0.5) / (8 * _PER_OCTAVE)
+    magnitudes = 2 ** (places + _LOWEST)
+    noise = dither * ((torch.arange(16 if dither else 1) + 0.5) / (16 if dither else 1) - 0.5)[:, None]
+    found = []
+    for width in _WIDTHS[bits]:
+        levels = codebook(width, group_size).abs().unique()
+        low, high = (round(octaves * _PER_OCTAVE) for octaves in _STEP_OCTAVES[width])
+        for i in range(low, high + 1):
+            factor = 2 ** (i / _PER_OCTAVE)
+            x = magnitudes / factor
+            noisy = x + noise
+            rounded = levels[torch.bucketize(noisy.abs(), (levels[1:] + levels[:-1]) / 2)] * noisy.sign()
+            kept = noisy.abs() >= dead_zone
+            error = torch.where(kept, x - rounded, x).square() * factor**2
+            found.append((width, factor, *(t.float().mean(0).view(-1, 8).mean(1) for t in (error, kept))))
+    widths, factors, errors, kept = zip(*found)
+    return torch.tensor(widths), torch.tensor(factors), torch.stack(errors, 1), torch.stack(kept, 1)
