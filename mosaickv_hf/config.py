@@ -44,9 +44,6 @@ class MosaicKVConfig:
             tokens, and a later turn of less than `min_segment_length`, take the steps of what is packed before them.
         query_window (`int`): queries that this error is measured with.
         dead_zone (`float`): in (0, 1]; 0.5 is plain rounding, more drops more.
-        key_dither, value_dither (`float`): in [0, 1]; noise, in steps from end to end, that is added before rounding,
-            always the same. Tokens with like vectors then have different errors, which average out where they are
-            attended to together; single errors get larger.
         group_size (`int`): adjacent channels that share one bit of the position bitmap and are kept together.
         key_bits, value_bits (`"native"`, 16, 8, 4, 3 or 2): bits of a kept element. `"native"` is the dtype of raw
             tokens, 16 is bf16 (fp16 in fp16 models), 8 and fewer are multiples of the segment's step.
@@ -96,13 +93,11 @@ class MosaicKVConfig:
     key_step: float = 0.62
     value_step: float = 1.2
     adapt_steps: bool = True
-    key_loss: float = 4e-4
-    value_loss: float = 1e-3
+    key_loss: float = 5e-4
+    value_loss: float = 1.5e-3
     memory_budget: float | None = None
     query_window: int = 8
     dead_zone: float = 0.6
-    key_dither: float = 0.0
-    value_dither: float = 0.7
     group_size: int = 1
     key_bits: int | str = 4
     value_bits: int | str = 4
@@ -138,8 +133,6 @@ class MosaicKVConfig:
         _one_of(self, "reorganize", _MODES)
         for name in ("key_channel_ratio", "value_channel_ratio", "token_ratio", "dead_zone"):
             _number(self, name, "a number in (0, 1]", lambda x: 0 < x <= 1)
-        for name in ("key_dither", "value_dither"):
-            _number(self, name, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         for name in ("key_step", "value_step", "key_loss", "value_loss", "segment_loss"):
             _number(self, name, "a number > 0", lambda x: x > 0)
         for name in (

@@ -107,7 +107,6 @@ def correctness(deadline: float) -> list[dict]:
             selection=config.selection,
             channel_ratio=config.key_channel_ratio,
             dead_zone=config.dead_zone,
-            dither=config.key_dither,
             group_size=config.group_size,
             block_size=config.block_size,
         )

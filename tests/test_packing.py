@@ -32,7 +32,7 @@ def test_what_is_kept(selection, bits, group_size, n):
     basis = fit_basis(x, num_dense=16, bits=bits, step=step)
     dtype = torch.float32 if bits == 32 else torch.bfloat16
     packed = pack(
-        x, basis, selection=selection, channel_ratio=0.5, dead_zone=0.5, dither=0.0, group_size=group_size,
+        x, basis, selection=selection, channel_ratio=0.5, dead_zone=0.5, group_size=group_size,
         block_size=8,
     )  # fmt: skip
     y, got = basis.rotate(x), unpack(packed, n)
@@ -79,7 +79,7 @@ def test_storage_is_packed():
     x = states(n=64)
     basis = fit_basis(x, num_dense=0, bits=4, step=0.5)
     packed = pack(
-        x, basis, selection="top_r", channel_ratio=0.25, dead_zone=0.5, dither=0.0, group_size=1,
+        x, basis, selection="top_r", channel_ratio=0.25, dead_zone=0.5, group_size=1,
         block_size=8,
     )  # fmt: skip
     assert packed.values.nbytes == 3 * 64 * 16 // 2
@@ -94,7 +94,7 @@ def test_joining_is_packing_at_once(bits):
     basis = fit_basis(x, num_dense=8, bits=8, step=0.5)
     basis = dataclasses.replace(basis, bits=bits)
     kwargs = dict(
-        selection="threshold", channel_ratio=1.0, dead_zone=0.5, dither=0.0, group_size=1,
+        selection="threshold", channel_ratio=1.0, dead_zone=0.5, group_size=1,
         block_size=8,
     )  # fmt: skip
     whole = pack(x, basis, **kwargs)
@@ -109,7 +109,7 @@ def test_heads_of_different_bits_are_packed_as_each_alone(group_size):
     x = states(n=45)
     fitted = fit_basis(x, num_dense=8, bits=8, step=0.3)
     kwargs = dict(
-        selection="threshold", channel_ratio=1.0, dead_zone=0.5, dither=0.0, group_size=group_size, block_size=8,
+        selection="threshold", channel_ratio=1.0, dead_zone=0.5, group_size=group_size, block_size=8,
     )  # fmt: skip
     blocks = torch.tensor([[5, 0], [1, 4], [3, 2]])
     mixed = pack(x, dataclasses.replace(fitted, bits=(3, 8, 4)), **kwargs)

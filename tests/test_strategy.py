@@ -38,8 +38,7 @@ def setting(seed=0, config=CONFIG, heads=2, group=3, n=4, length=400, head_dim=6
 
 def candidates(queries, before, packed, after, bases, config=CONFIG):
     weights = output_weights(bases[0].axes(), queries, before, packed, after)
-    parts = zip(("key", "value"), bases, packed, weights)
-    return [Candidates.of(kind, basis, states, weight, config) for kind, basis, states, weight in parts]
+    return [Candidates.of(*given, config) for given in zip(bases, packed, weights)]
 
 
 def output(queries, keys, values):
@@ -50,12 +49,11 @@ def output(queries, keys, values):
     return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
 
 
-@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, value_dither=0.0)], ids=["dither", "none"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("which", ["key", "value"])
-def test_the_loss_of_a_candidate_is_the_measured_one(which, bits, config):
+def test_the_loss_of_a_candidate_is_the_measured_one(which, bits):
     """First-order theory against quantization itself, averaged over seeds."""
-    config = dataclasses.replace(config, key_bits=bits, value_bits=bits, key_step=0.3, value_step=0.3)
+    config = dataclasses.replace(CONFIG, key_bits=bits, value_bits=bits, key_step=0.3, value_step=0.3)
     expected, measured = [], []
     for seed in range(12):
         queries, (before, packed, after), bases = setting(seed, config)
@@ -81,24 +79,6 @@ def test_the_loss_of_a_candidate_is_the_measured_one(which, bits, config):
     ratio = torch.stack(measured).mean(0) / torch.stack(expected).mean(0)
     # The 48 queries of a head in twelve settings give the ratio to about a fifth.
     assert ((ratio > 0.6) & (ratio < 1.6)).all(), ratio
-
-
-def test_noise_parts_the_errors_of_like_tokens():
-    """Of tokens that are all the same vector the errors are too, and their mean is no better than one."""
-    vector = torch.randn(1, 1, 64)
-    states = vector.expand(1, 512, 64) + 1e-4 * torch.randn(1, 512, 64)
-    others = torch.randn(1, 512, 64)
-    errors = {}
-    for dither in (0.0, 0.7, 1.0):
-        config = dataclasses.replace(CONFIG, value_bits=4, value_step=0.8, dead_zone=0.5, value_dither=dither)
-        bases = fit_bases(others, others, config)
-        packed = compress(states, states, bases, config).values
-        restored = bases[1].rotate_back(unpack_blocks(packed, torch.arange(64)[None]))
-        single, mean = (restored - states).square().mean(), (restored.mean(1) - states.mean(1)).square().mean()
-        errors[dither] = (float(single), float(mean))
-    assert errors[0.0][1] > 0.9 * errors[0.0][0]
-    assert errors[1.0][1] < 0.05 * errors[0.0][1] and errors[0.7][1] < 0.3 * errors[0.0][1]
-    assert errors[1.0][0] < 2.5 * errors[0.0][0]
 
 
 def test_the_head_that_looks_tokens_up_gets_the_finer_step():

@@ -180,7 +180,6 @@ def test_pack_equals_the_torch_packer(head_dim, selection, ratio, bits, group_si
             "selection": selection,
             "channel_ratio": ratio,
             "dead_zone": 0.5,
-            "dither": 0.7,
             "group_size": group_size,
             "block_size": block_size,
         }

@@ -199,7 +199,6 @@ def pack(
     selection: str,
     channel_ratio: float,
     dead_zone: float,
-    dither: float,
     group_size: int,
     block_size: int,
 ) -> PackedStates:
@@ -216,7 +215,7 @@ def pack(
     table = dense_table(basis, num_tiles)
     dense_bytes = num_tiles * sum(map(sum, basis.dense_bits)) + SPARE_BYTES
     bits = torch.tensor(basis.bits, dtype=torch.int32, device=states.device)
-    rotated = packing.rotate_dithered(states, basis, dither).contiguous()
+    rotated = basis.rotate(states.detach().float()).contiguous()
     dense, bitmap, units = select(
         rotated,
         basis.offset,

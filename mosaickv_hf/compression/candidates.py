@@ -46,19 +46,16 @@ class Candidates:
     channels: int
 
     @classmethod
-    def of(
-        cls, kind: str, basis: Basis, states: torch.Tensor, weights: torch.Tensor, config: MosaicKVConfig
-    ) -> "Candidates":
+    def of(cls, basis: Basis, states: torch.Tensor, weights: torch.Tensor, config: MosaicKVConfig) -> "Candidates":
         """Those for packing `[num_kv_heads, n, head_dim]` states.
 
         Args:
-            kind: "key" or "value".
             basis: quantized; its first head's bits say what may be tried.
             weights: `[num_kv_heads, head_dim]` fp32, see `output_weights`.
         """
         device, num_dense = states.device, basis.offset.shape[1]
-        rounding = (basis.bits[0], config.group_size, config.dead_zone, getattr(config, f"{kind}_dither"))
-        bits, factors, errors, kept = (tensor.to(device) for tensor in _tried(*rounding))
+        tried = _tried(basis.bits[0], config.group_size, config.dead_zone)
+        bits, factors, errors, kept = (tensor.to(device) for tensor in tried)
         sample = states[:, :: -(-states.shape[1] // _SAMPLE_TOKENS)]
         rotated = basis.rotate(sample.float())[..., num_dense:]
         magnitudes = (rotated / basis.step[:, None, None]).abs()
@@ -89,17 +86,17 @@ def _histogram(magnitudes: torch.Tensor) -> torch.Tensor:
     heads, _, channels = magnitudes.shape
     bins = (_HIGHEST - _LOWEST) * _PER_OCTAVE
     tiny = torch.finfo(torch.float32).tiny
-    place = ((magnitudes.clamp_min(tiny).log2() - _LOWEST) * _PER_OCTAVE).floor().clamp(0, bins - 1).long()
+    octaves = magnitudes.clamp_min(tiny).log() / math.log(2)  # `log2` takes ten times as long
+    place = ((octaves - _LOWEST) * _PER_OCTAVE).floor().clamp(0, bins - 1).long()
     place += bins * torch.arange(heads * channels, device=place.device).view(heads, 1, channels)
     return place.flatten().bincount(minlength=heads * channels * bins).view(heads, channels, bins).float()
 
 
 @functools.cache
-def _tried(bits: int, group_size: int, dead_zone: float, dither: float) -> tuple[torch.Tensor, ...]:
+def _tried(bits: int, group_size: int, dead_zone: float) -> tuple[torch.Tensor, ...]:
     """`bits` and `factors` of `Candidates`; by magnitude `[bins, candidates]` squared errors, and shares kept."""
     places = (torch.arange(_PER_OCTAVE * (_HIGHEST - _LOWEST) * 8) + 0.5) / (8 * _PER_OCTAVE)
     magnitudes = 2 ** (places + _LOWEST)
-    noise = dither * ((torch.arange(16 if dither else 1) + 0.5) / (16 if dither else 1) - 0.5)[:, None]
     found = []
     for width in _WIDTHS[bits]:
         levels = codebook(width, group_size).abs().unique()
@@ -107,10 +104,9 @@ def _tried(bits: int, group_size: int, dead_zone: float, dither: float) -> tuple
         for i in range(low, high + 1):
             factor = 2 ** (i / _PER_OCTAVE)
             x = magnitudes / factor
-            noisy = x + noise
-            rounded = levels[torch.bucketize(noisy.abs(), (levels[1:] + levels[:-1]) / 2)] * noisy.sign()
-            kept = noisy.abs() >= dead_zone
+            rounded = levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
+            kept = x >= dead_zone
             error = torch.where(kept, x - rounded, x).square() * factor**2
-            found.append((width, factor, *(t.float().mean(0).view(-1, 8).mean(1) for t in (error, kept))))
+            found.append((width, factor, *(t.float().view(-1, 8).mean(1) for t in (error, kept))))
     widths, factors, errors, kept = zip(*found)
     return torch.tensor(widths), torch.tensor(factors), torch.stack(errors, 1), torch.stack(kept, 1)

@@ -59,7 +59,6 @@ def _compress_part(keys: torch.Tensor, values: torch.Tensor, bases: Bases, confi
             selection=config.selection,
             channel_ratio=getattr(config, f"{kind}_channel_ratio"),
             dead_zone=config.dead_zone,
-            dither=getattr(config, f"{kind}_dither"),
             group_size=config.group_size,
             block_size=config.block_size,
         )

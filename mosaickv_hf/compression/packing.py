@@ -4,8 +4,6 @@ Selecting by magnitude and quantizing with the same step belong together: an ele
 not stored. At equal bytes this has a far lower loss than the paper's 16-bit survivors (docs/decisions.md).
 """
 
-import functools
-
 import torch
 
 from ..segments import DENSE_TILE, INT8_MAX, SPARE_BYTES, Basis, PackedStates
@@ -37,33 +35,6 @@ def value_dtype(bits: int, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if bits == 16 and dtype != torch.float16 else dtype
 
 
-# Steps of an additive recurrence modulo 2^32: along tokens and along channels its numbers fill (0, 1) evenly.
-_TOKEN_STRIDE, _CHANNEL_STRIDE = 0x9E3779B1, 0x85EBCA77
-
-
-@functools.lru_cache(maxsize=8)
-def _noise(tokens: int, channels: int, device: torch.device) -> torch.Tensor:
-    """`[tokens, channels]` fp32, from -0.5 to 0.5; the same every time."""
-    token = torch.arange(tokens, device=device)[:, None] * _TOKEN_STRIDE
-    channel = torch.arange(channels, device=device) * _CHANNEL_STRIDE
-    return (token + channel & 0xFFFFFFFF).float() / 2**32 - 0.5
-
-
-def rotate_dithered(states: torch.Tensor, basis: Basis, dither: float) -> torch.Tensor:
-    """`[num_kv_heads, n, head_dim]` fp32: rotated vectors as a packer is to round them.
-
-    Tokens with like vectors are rounded alike, and are often attended to together: then their errors add up instead of
-    averaging out. Noise of `dither` steps from end to end, in the quantized sparse channels, parts their errors.
-    """
-    rotated = basis.rotate(states.detach().float())
-    if not dither or basis.bits[0] > 8:
-        return rotated
-    num_dense = basis.offset.shape[1]
-    noise = _noise(states.shape[1], states.shape[2] - num_dense, states.device)
-    sparse = rotated[..., num_dense:] + noise * (dither * basis.step)[:, None, None]
-    return torch.cat([rotated[..., :num_dense], sparse], dim=-1)
-
-
 def pack(
     states: torch.Tensor,
     basis: Basis,
@@ -71,7 +42,6 @@ def pack(
     selection: str,
     channel_ratio: float,
     dead_zone: float,
-    dither: float,
     group_size: int,
     block_size: int,
 ) -> PackedStates:
@@ -79,10 +49,10 @@ def pack(
 
     Args:
         basis: from `fit_basis`, of these or of earlier tokens.
-        selection, channel_ratio, dead_zone, dither, group_size, block_size: as in `MosaicKVConfig`.
+        selection, channel_ratio, dead_zone, group_size, block_size: as in `MosaicKVConfig`.
     """
     head_dim, num_dense = states.shape[-1], basis.scale.shape[-1]
-    rotated = rotate_dithered(states, basis, dither)
+    rotated = basis.rotate(states.float())
     steps = rotated[..., num_dense:] / basis.step[:, None, None]
 
     groups = steps.abs().unflatten(-1, (-1, group_size))

@@ -41,8 +41,8 @@ class Prompt:
         if self.queries is None or not self.config.adapts_steps:
             return None
         weights = output_weights(self.fitted[0].axes(), self.queries, self.before, self.packed, self.after)
-        parts = zip(("key", "value"), self.fitted, self.packed, weights)
-        return tuple(Candidates.of(kind, basis, states, weight, self.config) for kind, basis, states, weight in parts)
+        parts = zip(self.fitted, self.packed, weights)
+        return tuple(Candidates.of(basis, states, weight, self.config) for basis, states, weight in parts)
 
     def bases(self, factor: float = 1.0) -> Bases:
         """As the config's losses ask of each head, where a query tells, else its steps.

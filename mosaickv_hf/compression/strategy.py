@@ -83,8 +83,7 @@ def relative_losses(states: States, bases: tuple[Basis, Basis], config: MosaicKV
         rounding = torch.zeros_like(tail)
         if basis.bits[0] <= 8:
             codes = torch.tensor([codebook(b, config.group_size).max() for b in basis.bits], device=unit.device)
-            noise = (1 + getattr(config, f"{kind}_dither") ** 2) / 12
-            rounding = noise * unit.square() + (tail.sqrt() - unit * codes[:, None, None]).clamp_min(0).square()
+            rounding = unit.square() / 12 + (tail.sqrt() - unit * codes[:, None, None]).clamp_min(0).square()
         if config.selection == "threshold":
             error = torch.where(tail < (config.dead_zone * unit).square(), tail, rounding).sum()
         else:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numba import cfunc, njit
 
-from ...compression.packing import codebook, rotate_dithered, value_dtype
+from ...compression.packing import codebook, value_dtype
 from ...segments import DENSE_TILE, INT8_MAX, SPARE_BYTES, Basis, PackedStates
 from .fields import D_ADDRESS, D_CHANNELS, D_TILE_BYTES, dense_table
 from .simd import (
@@ -61,7 +61,6 @@ def pack(
     selection: str,
     channel_ratio: float,
     dead_zone: float,
-    dither: float,
     group_size: int,
     block_size: int,
 ) -> PackedStates:
@@ -70,7 +69,7 @@ def pack(
     num_dense = basis.scale.shape[-1]
     sparse = head_dim - num_dense
     blocks = -(-tokens // block_size)
-    rotated = rotate_dithered(states, basis, dither).contiguous()
+    rotated = basis.rotate(states.detach().float()).contiguous()
     # Padding rows are zero.
     tiles = blocks * -(-block_size // DENSE_TILE)
     dense = torch.zeros(tiles * sum(map(sum, basis.dense_bits)) + SPARE_BYTES, dtype=torch.uint8)
