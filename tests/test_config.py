@@ -24,7 +24,7 @@ def test_paper_preset_is_the_papers():
     ("field", "value"),
     [
         ("selection", "random"),
-        ("key_bits", 3),
+        ("key_bits", 5),
         ("value_bits", "int4"),
         ("value_bits", 16),  # with threshold selection, which quantizes
         ("key_channel_ratio", 0),

@@ -18,7 +18,7 @@ def test_a_config_in_a_folder(tmp_path):
     assert MosaicKVConfig.from_pretrained(tmp_path / "new") == CONFIG
     with pytest.raises(OSError, match=r"holds no mosaickv_config\.json"):
         MosaicKVConfig.from_pretrained(tmp_path)
-    (tmp_path / hub.CONFIG_FILE).write_text('{"key_bits": 3}')
+    (tmp_path / hub.CONFIG_FILE).write_text('{"key_bits": 5}')
     with pytest.raises(ValueError, match="key_bits"):
         MosaicKVConfig.from_pretrained(tmp_path)
 

@@ -9,9 +9,9 @@ from ..segments import INT8_MAX, Basis, inverse
 
 # Tokens a pass over a long prompt works on at a time: bounds its temporary memory.
 CHUNK_TOKENS = 4096
-# Dense channels are stored from their smallest to their largest value: unusual tokens are those that matter, and some
-# are ten standard deviations from the mean. This share of it more on either side is for tokens that are yet to come.
-_MARGIN = 1 / 16
+# Dense channels are stored from their smallest to their largest value, for unusual tokens are those that matter and
+# some are ten standard deviations off; and at least this many to either side, for tokens that are yet to come.
+_RANGE = 5.0
 _FEWEST_BITS = 4
 
 
@@ -90,8 +90,9 @@ def fit_basis(
     tiny = torch.finfo(torch.float32).tiny
     variance = (energy - mean.square()).clamp_min(0)
     lowest, highest = _extremes(states, to_channels, num_dense)
-    margin = _MARGIN * (highest - lowest)
-    lowest, span = lowest - margin, highest - lowest + 2 * margin
+    middle, reach = mean[:, :num_dense].float(), _RANGE * variance[:, :num_dense].sqrt().float()
+    lowest = lowest.minimum(middle - reach)
+    span = highest.maximum(middle + reach) - lowest
     unit = torch.ones_like(energy[:, 0]) if step is None else (variance.mean(-1).sqrt() * step).clamp_min(tiny)
     heads = len(unit)
     widest = Basis(
