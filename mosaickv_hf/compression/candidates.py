@@ -95,7 +95,9 @@ def _histogram(magnitudes: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _tried(bits: int, group_size: int, dead_zone: float) -> tuple[torch.Tensor, ...]:
     """`bits` and `factors` of `Candidates`; by magnitude `[bins, candidates]` squared errors, and shares kept."""
-    places = (torch.arange(_PER_OCTAVE * (_HIGHEST - _LOWEST) * 8) + 0.5) / (8 * _PER_OCTAVE)
+    # Each bin is the mean of eight magnitudes.
+    count = 8 * _PER_OCTAVE * (_HIGHEST - _LOWEST)
+    places = (torch.arange(count, dtype=torch.float32, device="cpu") + 0.5) / (8 * _PER_OCTAVE)
     magnitudes = 2 ** (places + _LOWEST)
     found = []
     for width in _WIDTHS[bits]:
@@ -109,4 +111,9 @@ def _tried(bits: int, group_size: int, dead_zone: float) -> tuple[torch.Tensor, 
             error = torch.where(kept, x - rounded, x).square() * factor**2
             found.append((width, factor, *(t.float().view(-1, 8).mean(1) for t in (error, kept))))
     widths, factors, errors, kept = zip(*found)
-    return torch.tensor(widths), torch.tensor(factors), torch.stack(errors, 1), torch.stack(kept, 1)
+    return (
+        torch.tensor(widths, device="cpu"),
+        torch.tensor(factors, dtype=torch.float32, device="cpu"),
+        torch.stack(errors, 1),
+        torch.stack(kept, 1),
+    )
