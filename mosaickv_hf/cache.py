@@ -11,6 +11,7 @@ from . import saving
 from .compression import fit_budget
 from .config import MosaicKVConfig
 from .layer import MosaicKVLayer, make_reorganizer
+from .precision import outside_autocast
 from .reorganizer import Reorganizer
 from .stats import CacheStats, collect
 
@@ -188,6 +189,7 @@ class MosaicKVCache(Cache):
         return collect(self.layers, self._reorganizer)
 
     @torch.compiler.disable
+    @outside_autocast
     def _fit_budget(self) -> None:
         """Packs what waits for `memory_budget` to be fitted, in all layers; a row when it waits in all of them."""
         layers = self._mosaic_layers()

@@ -9,6 +9,7 @@ from .attention.dispatch import attend
 from .attention.handle import Handle
 from .compression import Bases, Prompt, unpack_blocks
 from .config import MosaicKVConfig
+from .precision import outside_autocast
 from .reorganizer import Reorganizer
 from .sequence import SequenceStore
 
@@ -84,6 +85,7 @@ class MosaicKVLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @torch.compiler.disable
+    @outside_autocast
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
         """Takes the new tokens' K and V, returns handles on all tokens' K and V.
 
@@ -108,6 +110,7 @@ class MosaicKVLayer(CacheLayerMixin):
         return Handle.pair(self, n, (key_states, value_states), is_first=self.stored_length == 0)
 
     @torch.compiler.disable
+    @outside_autocast
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, num_queries: int) -> torch.Tensor:
         """Attention of the newest tokens' queries to every token, packed and raw.
 
@@ -139,6 +142,7 @@ class MosaicKVLayer(CacheLayerMixin):
         return output
 
     @torch.compiler.disable
+    @outside_autocast
     def finish_prompt(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, num_queries: int) -> None:
         """Stores the first call's tokens, which were attended to as they are, and packs what is due.
 
@@ -174,6 +178,7 @@ class MosaicKVLayer(CacheLayerMixin):
         self._pending = None
 
     @torch.compiler.disable
+    @outside_autocast
     def materialize(self, kind: str) -> torch.Tensor:
         """Dense `[batch_size, num_kv_heads, length, head_dim]` K (`"key"`) or V, zero at padding."""
         self.settle()
@@ -299,6 +304,7 @@ class MosaicKVLayer(CacheLayerMixin):
         if self.is_initialized:
             self.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(repeats))
 
+    @outside_autocast
     def fill(
         self,
         keys: torch.Tensor,

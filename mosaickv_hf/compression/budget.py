@@ -15,8 +15,9 @@ from .compressor import Bases, compress
 from .prompt import Prompt
 
 _SAMPLE_TOKENS = 128
-# Ranges of the factor of losses, and of steps; halved so often, the bytes are met to about a thousandth.
-_LOSSES, _STEPS, _HALVINGS = (1e-5, 1e5), (0.4, 4.0), 13
+# Ranges of the factor of losses, and where some prompt's queries have not been seen, so that its steps follow as they
+# are; halved so often, the bytes are met to about a thousandth.
+_RANGE, _RANGE_UNSEEN, _HALVINGS = (1e-5, 1e5), (0.16, 16.0), 13
 
 
 def fit_budget(sequences: Sequence[Sequence[Prompt]], config: MosaicKVConfig) -> Callable[[Prompt], Bases]:
@@ -27,8 +28,8 @@ def fit_budget(sequences: Sequence[Sequence[Prompt]], config: MosaicKVConfig) ->
         config: of the prompts.
 
     Returns:
-        what gives each of the prompts its bases: its losses (steps, where no queries have been seen) are the config's
-        times one factor for all.
+        what gives each of the prompts its bases: its losses are the config's times one factor for all and its tokens,
+        for a bit more of each of them costs as much more.
 
     Warns:
         UserWarning: if even the coarsest steps take more; they are taken.
@@ -39,31 +40,35 @@ def fit_budget(sequences: Sequence[Sequence[Prompt]], config: MosaicKVConfig) ->
     packed = [states for prompt in prompts for states in prompt.packed]
     bf16 = sum(2 * states.numel() for states in (*raw, *packed))
     allowed = config.memory_budget * bf16 - sum(states.nbytes for states in raw)
-    adapts = all(prompt.candidates is not None for prompt in prompts)
-    low, high = _LOSSES if adapts else _STEPS
-    excess = _bytes(prompts, high) - allowed
+    mean = sum(prompt.packed[0].shape[1] for prompt in prompts) / len(prompts)
+
+    def bases(prompt: Prompt, factor: float) -> Bases:
+        return prompt.bases(factor * prompt.packed[0].shape[1] / mean)
+
+    def taken(factor: float) -> float:
+        return sum(_bytes(prompt, bases(prompt, factor)) for prompt in prompts)
+
+    low, high = _RANGE if all(prompt.candidates is not None for prompt in prompts) else _RANGE_UNSEEN
+    excess = taken(high) - allowed
     if excess > 0:
         asked, least = config.memory_budget, config.memory_budget + excess / bf16
         text = f"`memory_budget` is {asked:g}, but the coarsest steps take {least:.3g}; taking these"
         warnings.warn(text, stacklevel=2)
     for _ in range(0 if excess > 0 else _HALVINGS):
         middle = math.sqrt(low * high)
-        if _bytes(prompts, middle) > allowed:
+        if taken(middle) > allowed:
             low = middle
         else:
             high = middle
-    return lambda prompt: prompt.bases(high)
+    return lambda prompt: bases(prompt, high)
 
 
-def _bytes(prompts: Sequence[Prompt], factor: float) -> float:
-    """What the segments take with this factor."""
-    total = 0.0
-    for prompt in prompts:
-        keys, values = prompt.packed
-        stride = -(-keys.shape[1] // _SAMPLE_TOKENS)
-        sample = keys[:, ::stride], values[:, ::stride]
-        total += _whole_bytes(compress(*sample, prompt.bases(factor), prompt.config), keys.shape[1])
-    return total
+def _bytes(prompt: Prompt, bases: Bases) -> float:
+    """What a prompt takes, packed so."""
+    keys, values = prompt.packed
+    stride = -(-keys.shape[1] // _SAMPLE_TOKENS)
+    sample = keys[:, ::stride], values[:, ::stride]
+    return _whole_bytes(compress(*sample, bases, prompt.config), keys.shape[1])
 
 
 def _whole_bytes(sample: PackedSegment, tokens: int) -> float:

@@ -13,14 +13,17 @@ import torch
 
 from ..config import MosaicKVConfig
 from ..segments import Basis
-from .packing import codebook
+from .packing import nearest
 from .rotation import dense_widths, with_steps
 
-# Bits that are tried for the config's: four stand for what pays, fewer and eight are wishes.
-_WIDTHS = {8: (8,), 4: (3, 4, 8), 3: (3,), 2: (2,)}
-# Octaves of steps that are tried, to the config's. Coarser would trust a few queries for all to come; eight bits are
-# for what fewer cannot represent.
-_STEP_OCTAVES = {8: (-3.375, 0.0), 4: (-2.0, 2.0), 3: (-2.0, 2.0), 2: (-2.0, 2.0)}
+# Bits that are tried for the config's, and octaves of steps to its step. Four bits stand for what pays, of which eight
+# are for steps that fewer cannot represent. Coarser steps would trust a few queries for all to come.
+_TRIED = {
+    8: ((8, -3.375, 2.0),),
+    4: ((3, -2.0, 2.0), (4, -2.0, 2.0), (8, -3.375, 0.0)),
+    3: ((3, -2.0, 2.0),),
+    2: ((2, -2.0, 2.0),),
+}
 _PER_OCTAVE = 8
 # Octaves of magnitudes, to the config's step; what is outside counts as at the edge.
 _LOWEST, _HIGHEST = -12, 8
@@ -62,13 +65,15 @@ class Candidates:
         groups = magnitudes.unflatten(-1, (-1, config.group_size)).amax(-1)
         counts = _histogram(groups).sum(1) * config.group_size
         rates = counts @ kept * bits / sample.shape[1]
-        weighted = (_histogram(magnitudes) * weights[:, num_dense:, None]).sum(1)
-        losses = weighted @ errors * basis.step.square()[:, None] / sample.shape[1]
+        # In this order: weights of a layer of zeros are huge, its steps are nothing.
+        of_step = weights[:, num_dense:, None] * basis.step.square()[:, None, None]
+        losses = (_histogram(magnitudes) * of_step).sum(1) @ errors / sample.shape[1]
 
         steps = basis.step[:, None] * factors
         widths, scale = dense_widths(basis, steps)  # [heads, candidates, num_dense]
         losses += (scale.square() / 12 * weights[:, None, :num_dense]).sum(-1)
-        return cls(bits, factors, rates + widths.sum(-1), losses, states.shape[2])
+        # Queries that are not numbers tell nothing.
+        return cls(bits, factors, rates + widths.sum(-1), losses.nan_to_num(nan=0.0), states.shape[2])
 
     def choose(self, basis: Basis, loss: float) -> Basis:
         """The basis with the steps and bits that pay for each head.
@@ -100,15 +105,14 @@ def _tried(bits: int, group_size: int, dead_zone: float) -> tuple[torch.Tensor, 
     places = (torch.arange(count, dtype=torch.float32, device="cpu") + 0.5) / (8 * _PER_OCTAVE)
     magnitudes = 2 ** (places + _LOWEST)
     found = []
-    for width in _WIDTHS[bits]:
-        levels = codebook(width, group_size).abs().unique()
-        low, high = (round(octaves * _PER_OCTAVE) for octaves in _STEP_OCTAVES[width])
-        for i in range(low, high + 1):
+    for width, low, high in _TRIED[bits]:
+        for i in range(round(low * _PER_OCTAVE), round(high * _PER_OCTAVE) + 1):
             factor = 2 ** (i / _PER_OCTAVE)
             x = magnitudes / factor
-            rounded = levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
             kept = x >= dead_zone
-            error = torch.where(kept, x - rounded, x).square() * factor**2
+            # In groups smaller ones are mostly stored too, if only as zero.
+            stored = kept if group_size == 1 else x >= 0
+            error = torch.where(stored, x - nearest(x, width, group_size), x).square() * factor**2
             found.append((width, factor, *(t.float().view(-1, 8).mean(1) for t in (error, kept))))
     widths, factors, errors, kept = zip(*found)
     return (

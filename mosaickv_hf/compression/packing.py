@@ -28,6 +28,12 @@ def codebook(bits: int, group_size: int, device: torch.device | str = "cpu") -> 
     return torch.cat([magnitudes, -magnitudes])
 
 
+def nearest(magnitudes: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """What magnitudes in steps, of elements that are kept, are rounded to."""
+    levels = codebook(bits, group_size, magnitudes.device).abs().unique()
+    return levels[torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)]
+
+
 def value_dtype(bits: int, dtype: torch.dtype) -> torch.dtype:
     """The dtype of `PackedStates.values` for vectors of a dtype."""
     if bits <= 8:

@@ -48,9 +48,9 @@ class Prompt:
         """As the config's losses ask of each head, where a query tells, else its steps.
 
         Args:
-            factor: of these losses, or else of the steps.
+            factor: of these losses; steps, whose squares they are, follow.
         """
         if self.candidates is None:
-            return tuple(with_steps(basis, basis.step * factor, basis.bits) for basis in self.fitted)
+            return tuple(with_steps(basis, basis.step * factor**0.5, basis.bits) for basis in self.fitted)
         losses = (factor * self.config.key_loss, factor * self.config.value_loss)
         return tuple(given.choose(*fitted) for given, *fitted in zip(self.candidates, self.fitted, losses))

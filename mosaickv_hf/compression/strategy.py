@@ -9,7 +9,7 @@ import torch
 
 from ..config import MosaicKVConfig
 from ..segments import Basis
-from .packing import codebook
+from .packing import nearest
 
 # Tokens at most that a loss is measured on.
 _SAMPLE_TOKENS = 256
@@ -70,8 +70,7 @@ def output_weights(
 def relative_losses(states: States, bases: tuple[Basis, Basis], config: MosaicKVConfig) -> tuple[float, float]:
     """Squared error that packing these tokens with these bases makes, relative to their energy, of K and of V.
 
-    On evenly spaced tokens, from the rotated elements alone: what is dropped, and of what is kept the rounding and what
-    lies beyond the largest code.
+    On evenly spaced tokens, from the rotated elements alone: what is dropped, and the rounding of what is kept.
     """
     losses = []
     for part, basis, kind in zip(states, bases, ("key", "value")):
@@ -82,8 +81,9 @@ def relative_losses(states: States, bases: tuple[Basis, Basis], config: MosaicKV
         unit = basis.step[:, None, None]
         rounding = torch.zeros_like(tail)
         if basis.bits[0] <= 8:
-            codes = torch.tensor([codebook(b, config.group_size).max() for b in basis.bits], device=unit.device)
-            rounding = unit.square() / 12 + (tail.sqrt() - unit * codes[:, None, None]).clamp_min(0).square()
+            for head, bits in enumerate(basis.bits):
+                steps = tail[head].sqrt() / basis.step[head]
+                rounding[head] = ((steps - nearest(steps, bits, config.group_size)) * basis.step[head]).square()
         if config.selection == "threshold":
             error = torch.where(tail < (config.dead_zone * unit).square(), tail, rounding).sum()
         else:
