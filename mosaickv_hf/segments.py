@@ -91,7 +91,7 @@ class PackedStates:
         bitmap: `[num_kv_heads, num_blocks * block_size, ceil(num_sparse / group_size / 8)]` uint8, one bit per
             group of adjacent sparse channels, least significant bit first.
         values: `[units]`; unquantized elements in their dtype, one a unit; codes of quantized ones in uint8, lowest
-            bits first, as many a unit as the head's bits allow.
+            bits first, of one row without gaps.
         offsets: `[num_kv_heads, num_blocks]` int32, first unit of each block.
         basis: see `Basis`.
         group_size: adjacent channels per bitmap bit.

@@ -34,8 +34,8 @@ TARGETS = {
 HEAD_DIM, BLOCK_SIZE, GROUP = 128, 8, 4
 
 SHAPES = {
-    "default": (StatesShape(16, 112, 14, 1, QUANTIZED, 16, 0), StatesShape(8, 120, 15, 1, QUANTIZED, 16, 0)),
-    "default, 8 bits": (StatesShape(16, 112, 14, 1, QUANTIZED, 32, 0), StatesShape(8, 120, 15, 1, QUANTIZED, 16, 0)),
+    "default": (StatesShape(16, 112, 14, 1, QUANTIZED, 16, 0), StatesShape(1, 127, 16, 1, QUANTIZED, 32, 0)),
+    "default, 8 bits": (StatesShape(16, 112, 14, 1, QUANTIZED, 32, 0), StatesShape(1, 127, 16, 1, QUANTIZED, 64, 0)),
     "paper": (StatesShape(0, 128, 16, 1, BF16, 32, 32), StatesShape(0, 128, 16, 1, BF16, 32, 32)),
 }
 

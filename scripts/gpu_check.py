@@ -77,6 +77,7 @@ def correctness(deadline: float) -> list[dict]:
         "default": {},
         "paper": MosaicKVConfig.preset("paper").to_dict(),
         "lossless": MosaicKVConfig.preset("lossless").to_dict(),
+        "3 bits": {"key_bits": 3, "value_bits": 3},
         "8 and 2 bits, groups of 2": {"key_bits": 8, "value_bits": 2, "group_size": 2, "value_dense_channels": 8},
     }
     small = {"min_attended_tokens": 64, "buffer_tokens": 32, "min_segment_length": 256, "reorganize": "off"}
@@ -123,7 +124,9 @@ def _sequence(config: MosaicKVConfig, lengths, head_dim: int, dtype: torch.dtype
     for length in lengths:
         count = length + (config.sink_tokens if sequence.sinks is None else 0)
         sequence.buffer.append(*(states.take(count).to(device, dtype) for states in (keys, values)))
-        sequence.pack(length // config.block_size * config.block_size, config)
+        # Queries of its own for each device would choose other steps.
+        queries = torch.randn(KV_HEADS, 1, 8, head_dim, generator=torch.Generator().manual_seed(0)) * head_dim**-0.5
+        sequence.pack(length // config.block_size * config.block_size, config, queries.to(device))
     return sequence
 
 

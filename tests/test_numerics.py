@@ -51,6 +51,23 @@ def run(config, keys, values, sizes, group=3):
     return cache
 
 
+def test_autocast_changes_nothing_that_is_stored_or_computed():
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 141, 80)
+    query = torch.randn(1, 6, 1, 80)
+    found = []
+    for enabled in (False, True):
+        cache = MosaicKVCache(PRESETS["default"])
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for part in (slice(140), slice(140, 141)):
+                cache.update(keys[:, :, part], values[:, :, part], 0)
+            layer = cache.layers[0]
+            found.append((layer.attend(query, None, 0.1, 1), layer.materialize("key"), layer.materialize("value")))
+    assert cache.stats().segments
+    for one, other in zip(*found):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("preset", PRESETS)

@@ -8,8 +8,8 @@ from conftest import CACHE, tiny_model
 from transformers import DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
-from mosaickv_hf.compression import compress, unpack_blocks
-from mosaickv_hf.compression.candidates import Candidates
+from mosaickv_hf.compression import Prompt, compress, fit_budget, unpack_blocks
+from mosaickv_hf.compression.candidates import Candidates, _tried
 from mosaickv_hf.compression.compressor import fit_bases
 from mosaickv_hf.compression.strategy import output_weights
 from mosaickv_hf.sequence import SequenceStore
@@ -49,11 +49,12 @@ def output(queries, keys, values):
     return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("bits, group_size", [(8, 1), (4, 1), (3, 1), (4, 4)])
 @pytest.mark.parametrize("which", ["key", "value"])
-def test_the_loss_of_a_candidate_is_the_measured_one(which, bits):
+def test_the_loss_of_a_candidate_is_the_measured_one(which, bits, group_size):
     """First-order theory against quantization itself, averaged over seeds."""
     config = dataclasses.replace(CONFIG, key_bits=bits, value_bits=bits, key_step=0.3, value_step=0.3)
+    config = dataclasses.replace(config, group_size=group_size)
     expected, measured = [], []
     for seed in range(12):
         queries, (before, packed, after), bases = setting(seed, config)
@@ -86,6 +87,59 @@ def test_the_head_that_looks_tokens_up_gets_the_finer_step():
     for given, basis in zip(candidates(queries, before, packed, after, bases), bases):
         factors = given.choose(basis, 1e-4).step / basis.step
         assert factors[0] < factors[1]
+
+
+def test_a_bit_more_is_taken_where_it_gains_what_it_is_worth():
+    """Of n elements a bit each divides a loss by four, so what is lost is n channels' share of the config's loss."""
+    queries, (before, packed, after), bases = setting()
+    for given, basis, kind in zip(candidates(queries, before, packed, after, bases), bases, ("key", "value")):
+        for head in range(2):
+            # Between the ends of what is tried.
+            loss = float((given.losses[head].amin() * given.losses[head].amax()).sqrt())
+            factor = given.choose(basis, loss).step[head] / basis.step[head]
+            lost = given.losses[head, (given.factors - factor).abs().argmin()]
+            share = lost / (loss * (64 - CONFIG.dense_channels(kind, 64)) / 64)
+            # Less at steps so coarse that elements are dropped: another bit then keeps more of them.
+            assert 1 / 8 < share < 2, (kind, head, share)
+
+
+def test_heads_take_three_four_and_eight_bits():
+    queries, (before, packed, after), _ = setting()
+    config = MosaicKVConfig()
+    bases = fit_bases(*packed, config)
+    given = candidates(queries, before, packed, after, bases, config)[0]
+    assert {bits for loss in (10.0, 1e-3, 1e-4, 1e-5, 1e-6) for bits in given.choose(bases[0], loss).bits} == {3, 4, 8}
+
+
+@pytest.mark.parametrize("broken", ["queries", "nothing to lose"])
+def test_what_tells_nothing_takes_the_coarsest_steps(broken):
+    queries, (before, packed, after), _ = setting()
+    if broken == "queries":
+        queries = queries * torch.nan
+    else:
+        before, packed, after = ((keys, torch.zeros_like(values)) for keys, values in (before, packed, after))
+    bases = fit_bases(*packed, CONFIG)
+    chosen = candidates(queries, before, packed, after, bases)[1].choose(bases[1], 1e-4)
+    torch.testing.assert_close(chosen.step, bases[1].step * 4)
+
+
+@pytest.mark.parametrize(
+    "setter, default", [(torch.set_default_dtype, torch.float64), (torch.set_default_device, "meta")]
+)
+def test_torchs_defaults_do_not_change_what_is_chosen(setter, default):
+    queries, (before, packed, after), bases = setting()
+    usual = candidates(queries, before, packed, after, bases)
+    _tried.cache_clear()
+    setter(default)
+    try:
+        others = candidates(queries, before, packed, after, bases)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device("cpu")
+        _tried.cache_clear()
+    for one, other in zip(usual, others):
+        for name in ("bits", "factors", "rates", "losses"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
 def test_a_smaller_loss_takes_more_and_loses_less():
@@ -201,6 +255,35 @@ def test_a_budget_is_filled_and_not_exceeded(llama, length, adapt):
         # Measured on a sample of 128 tokens of each head and layer, to about a hundredth. What is left of the budget is
         # less than a change of bits of one of the model's sixteen heads takes.
         assert 0.95 * budget < stats.bytes / stats.bytes_bf16 < 1.015 * budget
+
+
+def test_a_budget_may_be_filled_with_eight_bits(llama, recwarn):
+    raw = MosaicKVCache("raw")
+    llama(torch.randint(64, (1, 700)), **{CACHE: raw})
+    stats = MosaicKVCache.from_cache(raw, compression=budgeted(0.5, key_bits=8, value_bits=8)).stats()
+    assert 0.95 * 0.5 < stats.bytes / stats.bytes_bf16 < 1.015 * 0.5
+    assert not [w for w in recwarn if "memory_budget" in str(w.message)]
+
+
+def test_a_budget_weighs_a_segment_by_its_tokens():
+    """A bit more for each token of a longer one costs as much more, so it pays there at a larger loss only."""
+    queries, (before, packed, after), _ = setting(length=3000)
+    packed = [torch.cat(states, dim=1) for states in zip(packed, after)]
+    config = MosaicKVConfig(memory_budget=0.4, key_dense_channels=4)
+    cuts = ((0, 2600), (2600, 2964), (2964, 2996))
+    *packed, after = (tuple(states[:, a:b] for states in packed) for a, b in cuts)
+    prompts = [Prompt(before, part, after, queries, config) for part in packed]
+    long, short = list(map(fit_budget([prompts], config), prompts))
+    worth = []
+    for prompt, bases in zip(prompts, (long, short)):
+        given, basis = prompt.candidates[0], bases[0]
+        at = torch.isclose(given.factors, (basis.step / prompt.fitted[0].step)[:, None])
+        at &= given.bits == torch.tensor(basis.bits)[:, None]
+        # What the next cheaper candidates on the hull would lose more for each bit of the segment that they save.
+        saved, more = given.rates[at][:, None] - given.rates, given.losses - given.losses[at][:, None]
+        slopes = torch.where(saved > 0, more / saved, torch.inf).amin(1) / prompt.packed[0].shape[1]
+        worth.append(float(slopes[1]))  # the other head is at the end of what is tried
+    assert 0.5 < worth[0] / worth[1] < 2, worth
 
 
 def test_a_smaller_budget_loses_more_everywhere(llama):
@@ -322,7 +405,7 @@ def test_a_saved_cache_keeps_what_its_budget_came_to(llama, tmp_path):
 
 
 @pytest.mark.parametrize("selection", ["threshold", "top_r"])
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_the_loss_that_is_told_is_the_one_that_is_made(selection, bits):
     _, (_, packed, _), _ = setting()
     config = MosaicKVConfig(
@@ -333,8 +416,8 @@ def test_the_loss_that_is_told_is_the_one_that_is_made(selection, bits):
         blocks = torch.arange(states.num_blocks).expand(2, -1)
         decoded = states.basis.rotate_back(unpack_blocks(states, blocks))[:, : given.shape[1]]
         made = (decoded - given).square().sum() / given.square().sum()
-        # A sample, uniform rounding within codes that widen, and clipped tails: to a third.
-        assert made / 1.35 < told < made * 1.35
+        # A sample of the tokens.
+        assert made / 1.1 < told < made * 1.1
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, True, "0.2"])

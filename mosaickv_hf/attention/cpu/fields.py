@@ -27,7 +27,7 @@ from ...segments import DENSE_TILE, Basis, PackedSegment, PackedStates
     S_VALUES,
     S_VALUES_END,
     S_OFFSETS,
-    S_CODEBOOK,  # fp32 [2, 8]: magnitudes of 4-bit values, their signs apart; the four signed values of 2-bit ones
+    S_CODEBOOK,  # fp32 [3, 8]: magnitudes of 4-bit values, their signs apart; signed values of 3 bits; of 2, four twice
     S_HEAD_STRIDE,  # of raw states, in bytes, as the next
     S_ROW_STRIDE,
     S_HEAD_DIM,

@@ -212,7 +212,7 @@ def _units(count, bits):
 
 @njit(error_model="numpy")
 def _encode_row(bits, steps, count, boundaries, out):
-    """`count` kept elements, fp32 at `steps`, as values at `out`; `steps` loses their signs."""
+    """`count` kept elements, fp32 at `steps`, as values at `out`."""
     if bits >= 16:
         for i in range(count):
             store_f32(out + 4 * i, load_f32(steps + 4 * i))
