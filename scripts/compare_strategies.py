@@ -2,10 +2,10 @@
 
     python scripts/compare_strategies.py --json benchmarks/strategies.json
 
-Single strategies (how K's steps relate to V's, how many channels are dense, bits) give all heads the same
-steps and bits. The five best of them on the first prompts, of seeds below 1000, meet the chooser (`MosaicKVConfig.adapt_steps`,
-steps by what the prompt's newest queries make of them) on others, of seeds from 1000. All fit one `memory_budget`, and
-their bytes are measured. KL(full || method) is taken along full's answers, on needle questions.
+Single strategies (how K's steps relate to V's, how many channels are dense, bits) give all heads the same steps and
+bits. The five best of them on the first prompts, of seeds below 1000, meet the chooser (`MosaicKVConfig.adapt_steps`,
+steps and bits by what the prompt's newest queries make of them) on others, of seeds from 1000. All fit one
+`memory_budget`, and their bytes are measured. KL(full || method) is taken along full's answers, on needle questions.
 """
 
 import argparse

@@ -134,7 +134,7 @@ def with_steps(basis: Basis, step: torch.Tensor, bits: Sequence[int]) -> Basis:
 
 
 def dense_widths(basis: Basis, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How the dense channels are to be quantized at some steps of the sparse ones: at least as fine as these, but 8 bits at most.
+    """How the dense channels are to be quantized at some steps of the sparse ones: as fine, in 8 bits at most.
 
     Args:
         steps: `[num_kv_heads, n]` fp32.
