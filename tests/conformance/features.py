@@ -59,7 +59,7 @@ def beam_search(model, cache):
 
 
 def beam_sample(model, cache):
-    torch.manual_seed(1)
+    torch.manual_seed(2)  # with some, beams come so close that the order of fp32 sums decides
     return generate_padded(model, cache, do_sample=True, num_beams=2)
 
 
