@@ -7,15 +7,14 @@
 3. + per-vector selection: every vector keeps its own largest elements (the paper's packed form).
 4. + dynamic strategy: how many, for each layer and KV head and for K and V apart, by what the newest queries make of
    the loss: the marginal gains of all heads are spent in order until the bytes are.
-5. + quantized threshold selection: elements below half a step are dropped, the others quantized with it; a step for
-   each head by the same measure.
+5. + quantized threshold selection: elements below some share of a step are dropped, the others quantized with it; a
+   step and bits for each head by the same measure, as the default preset does.
 
 All tokens are attended to, so that nothing but the channels differs; sinks and the newest tokens stay as they are.
 Every step gets as many bits an element as `--bits` says, rotations and bitmaps included; what it takes is measured.
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 from collections.abc import Callable
@@ -30,9 +29,9 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
+from mosaickv_hf.compression import Prompt as Segment
 from mosaickv_hf.compression import compress, unpack_blocks
-from mosaickv_hf.compression.compressor import fit_bases
-from mosaickv_hf.compression.rotation import Moments, principal_channels, with_steps
+from mosaickv_hf.compression.rotation import fit_basis
 from mosaickv_hf.compression.strategy import output_weights
 
 CONFIG = MosaicKVConfig()
@@ -48,6 +47,7 @@ class Prompt:
     """A prompt that the model has read, and what its newest queries make of noise in K and V.
 
     Attributes:
+        segments: per layer, with the newest queries.
         layers: see `Layers`.
         weights: per layer `[num_kv_heads]` of K and of V: how much a squared error in each element changes the
             output of attention, relative to it.
@@ -55,20 +55,17 @@ class Prompt:
 
     def __init__(self, raw: MosaicKVCache):
         self._raw = raw
-        dynamic = raw.to_dynamic_cache()
-        self.layers: Layers = []
-        self.weights: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._whole = [(layer.keys[0], layer.values[0]) for layer in dynamic.layers]
-        for (keys, values), layer in zip(self._whole, raw.layers):
-            middle = slice(FIRST, keys.shape[1] - LAST)
-            packed = keys[:, middle], values[:, middle]
-            self.layers.append(packed)
-            # No dense channels: the noise of all counts.
-            plain = dataclasses.replace(CONFIG, key_dense_channels=0, value_dense_channels=0, block_index="mean")
-            bases = fit_bases(*packed, plain)
-            before, after = (tuple(x[:, part] for x in (keys, values)) for part in (slice(FIRST), slice(-LAST, None)))
-            queries = layer.queries[0, :, :, -CONFIG.query_window :]
-            weights = output_weights(bases[0].axes(), queries, before, packed, after)
+        self._whole = [(layer.keys[0], layer.values[0]) for layer in raw.to_dynamic_cache().layers]
+        ends = (slice(FIRST), slice(FIRST, -LAST), slice(-LAST, None))
+        self.segments = []
+        for whole, layer in zip(self._whole, raw.layers):
+            states = (tuple(x[:, part] for x in whole) for part in ends)
+            self.segments.append(Segment(*states, layer.queries[0, :, :, -CONFIG.query_window :], CONFIG))
+        self.layers: Layers = [segment.packed for segment in self.segments]
+        self.weights = []
+        for segment in self.segments:
+            states = segment.before, segment.packed, segment.after
+            weights = output_weights(segment.fitted[0].axes(), segment.queries, *states)
             self.weights.append(tuple(weight.sum(-1) for weight in weights))
 
     def cache(self, restored: Layers) -> DynamicCache:
@@ -130,39 +127,31 @@ def dynamic(prompt: Prompt, bits: float) -> Restored:
 
 
 def threshold(prompt: Prompt, bits: float) -> Restored:
-    """What the default preset does, with its steps scaled until the bytes fit."""
-    low, high = 1e-7, 1.0
+    """What the default preset does, with its losses scaled until the bytes fit."""
+    low, high = 1e-4, 1e4
     best = None
-    for _ in range(9):
-        loss = (low * high) ** 0.5
-        result = _quantized(prompt, loss)
+    for _ in range(12):
+        factor = (low * high) ** 0.5
+        result = _quantized(prompt, factor)
         if result[1] > bits:
-            low = loss
+            low = factor
         else:
-            high, best = loss, result
+            high, best = factor, result
     return best or result
 
 
-def _quantized(prompt: Prompt, loss: float) -> Restored:
+def _quantized(prompt: Prompt, factor: float) -> Restored:
     restored, took, count = [], 0, 0
-    for layer, weights in zip(prompt.layers, prompt.weights):
-        bases = fit_bases(*layer, CONFIG)
-        # Four bits clip at finer steps: then eight.
-        steps = [(12 * loss / weight).sqrt() for weight in weights]
-        adapted = []
-        for basis, step in zip(bases, steps):
-            factor = step / basis.step
-            widths = tuple(8 if f < 0.4 else 4 for f in factor.tolist())
-            adapted.append(with_steps(basis, basis.step * factor.clamp(0.05, 8), widths))
-        segment = compress(*layer, tuple(adapted), CONFIG)
-        blocks = torch.arange(segment.num_blocks).expand(layer[0].shape[0], -1)
+    for given in prompt.segments:
+        segment = compress(*given.packed, given.bases(factor), CONFIG)
+        blocks = torch.arange(segment.num_blocks).expand(given.packed[0].shape[0], -1)
         both = [
             states.basis.rotate_back(unpack_blocks(states, blocks))[:, : segment.length]
             for states in (segment.keys, segment.values)
         ]
         restored.append(tuple(both))
         took += 8 * sum(tensor.nbytes for _, tensor in segment.tensors())
-        count += sum(x.numel() for x in layer)
+        count += sum(x.numel() for x in given.packed)
     return restored, took / count
 
 
@@ -177,9 +166,8 @@ def _each(prompt: Prompt, restore: Callable[[torch.Tensor], tuple[torch.Tensor, 
 
 def _rotation(x: torch.Tensor) -> tuple[Callable, Callable, float]:
     """Into the principal channels, back, and the bits an element that storing them takes."""
-    axes, scale = principal_channels(Moments.of(x))
-    basis = dataclasses.replace(fit_bases(x, x, CONFIG)[0], rotation=axes, rotation_scale=scale)
-    return basis.rotate, basis.rotate_back, 8 * (axes.nbytes + scale.nbytes) / x.numel()
+    basis = fit_basis(x, num_dense=0, bits=16)
+    return basis.rotate, basis.rotate_back, 8 * (basis.rotation.nbytes + basis.rotation_scale.nbytes) / x.numel()
 
 
 def _leading(x: torch.Tensor, energy: torch.Tensor, bits: float) -> tuple[torch.Tensor, float]:
