@@ -15,9 +15,8 @@ from .compressor import Bases, compress
 from .prompt import Prompt
 
 _SAMPLE_TOKENS = 128
-# Ranges of the factor of losses, and where some prompt's queries have not been seen, so that its steps follow as they
-# are; halved so often, the bytes are met to about a thousandth.
-_RANGE, _RANGE_UNSEEN, _HALVINGS = (1e-5, 1e5), (0.16, 16.0), 13
+# Range of the factor of losses; halved so often, the bytes are met to about a thousandth.
+_LOWEST, _HIGHEST, _HALVINGS = 1e-5, 1e5, 13
 
 
 def fit_budget(sequences: Sequence[Sequence[Prompt]], config: MosaicKVConfig) -> Callable[[Prompt], Bases]:
@@ -48,7 +47,7 @@ def fit_budget(sequences: Sequence[Sequence[Prompt]], config: MosaicKVConfig) ->
     def taken(factor: float) -> float:
         return sum(_bytes(prompt, bases(prompt, factor)) for prompt in prompts)
 
-    low, high = _RANGE if all(prompt.candidates is not None for prompt in prompts) else _RANGE_UNSEEN
+    low, high = _LOWEST, _HIGHEST
     excess = taken(high) - allowed
     if excess > 0:
         asked, least = config.memory_budget, config.memory_budget + excess / bf16

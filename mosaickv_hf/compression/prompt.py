@@ -11,6 +11,9 @@ from .compressor import Bases, fit_bases
 from .rotation import with_steps
 from .strategy import States, output_weights
 
+# Factors of the config's steps at most where no query tells what they lose. Finer, four bits would clip.
+_UNSEEN = 0.4, 4.0
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -48,9 +51,11 @@ class Prompt:
         """As the config's losses ask of each head, where a query tells, else its steps.
 
         Args:
-            factor: of these losses; steps, whose squares they are, follow.
+            factor: of these losses; steps, whose squares they are, follow within a range.
         """
         if self.candidates is None:
-            return tuple(with_steps(basis, basis.step * factor**0.5, basis.bits) for basis in self.fitted)
+            finest, coarsest = _UNSEEN
+            factor = min(max(factor**0.5, finest), coarsest)
+            return tuple(with_steps(basis, basis.step * factor, basis.bits) for basis in self.fitted)
         losses = (factor * self.config.key_loss, factor * self.config.value_loss)
         return tuple(given.choose(*fitted) for given, *fitted in zip(self.candidates, self.fitted, losses))
