@@ -32,7 +32,6 @@ from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 from mosaickv_hf.compression import Prompt as Segment
 from mosaickv_hf.compression import compress, unpack_blocks
 from mosaickv_hf.compression.rotation import fit_basis
-from mosaickv_hf.compression.strategy import output_weights
 
 CONFIG = MosaicKVConfig()
 FIRST, LAST = CONFIG.sink_tokens, CONFIG.recent_window
@@ -62,11 +61,7 @@ class Prompt:
             states = (tuple(x[:, part] for x in whole) for part in ends)
             self.segments.append(Segment(*states, layer.queries[0, :, :, -CONFIG.query_window :], CONFIG))
         self.layers: Layers = [segment.packed for segment in self.segments]
-        self.weights = []
-        for segment in self.segments:
-            states = segment.before, segment.packed, segment.after
-            weights = output_weights(segment.fitted[0].axes(), segment.queries, *states)
-            self.weights.append(tuple(weight.sum(-1) for weight in weights))
+        self.weights = [tuple(weight.sum(-1) for weight in segment.weights) for segment in self.segments]
 
     def cache(self, restored: Layers) -> DynamicCache:
         """A cache of the prompt with these in place of the compressed tokens."""

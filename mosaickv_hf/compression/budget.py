@@ -13,6 +13,7 @@ from ..config import MosaicKVConfig
 from ..segments import PackedSegment
 from .compressor import Bases, compress
 from .prompt import Prompt
+from .strategy import sample
 
 _SAMPLE_TOKENS = 128
 # Range of the factor of losses; halved so often, the bytes are met to about a thousandth.
@@ -64,13 +65,11 @@ def fit_budget(sequences: Sequence[Sequence[Prompt]], config: MosaicKVConfig) ->
 
 def _bytes(prompt: Prompt, bases: Bases) -> float:
     """What a prompt takes, packed so."""
-    keys, values = prompt.packed
-    stride = -(-keys.shape[1] // _SAMPLE_TOKENS)
-    sample = keys[:, ::stride], values[:, ::stride]
-    return _whole_bytes(compress(*sample, bases, prompt.config), keys.shape[1])
+    keys, values = (sample(states, _SAMPLE_TOKENS) for states in prompt.packed)
+    return _whole_bytes(compress(keys, values, bases, prompt.config), prompt.packed[0].shape[1])
 
 
-def _whole_bytes(sample: PackedSegment, tokens: int) -> float:
+def _whole_bytes(part: PackedSegment, tokens: int) -> float:
     """Bytes of a segment of so many tokens, from those of a sample of it."""
-    bases = sum(tensor.nbytes for kind, tensor in sample.tensors() if kind == "rotations")
-    return bases + (sum(tensor.nbytes for _, tensor in sample.tensors()) - bases) * tokens / sample.length
+    bases = sum(tensor.nbytes for kind, tensor in part.tensors() if kind == "rotations")
+    return bases + (sum(tensor.nbytes for _, tensor in part.tensors()) - bases) * tokens / part.length

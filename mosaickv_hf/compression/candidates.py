@@ -15,6 +15,7 @@ from ..config import MosaicKVConfig
 from ..segments import Basis
 from .packing import nearest
 from .rotation import dense_widths, with_steps
+from .strategy import SAMPLE_TOKENS, sample
 
 # Bits that are tried for the config's, and octaves of steps to its step. Four bits stand for what pays, of which eight
 # are for steps that fewer cannot represent. Coarser steps would trust a few queries for all to come.
@@ -27,7 +28,6 @@ _TRIED = {
 _PER_OCTAVE = 8
 # Octaves of magnitudes, to the config's step; what is outside counts as at the edge.
 _LOWEST, _HIGHEST = -12, 8
-_SAMPLE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Candidates:
         device, num_dense = states.device, basis.offset.shape[1]
         tried = _tried(basis.bits[0], config.group_size, config.dead_zone)
         bits, factors, errors, kept = (tensor.to(device) for tensor in tried)
-        sample = states[:, :: -(-states.shape[1] // _SAMPLE_TOKENS)]
-        rotated = basis.rotate(sample.float())[..., num_dense:]
+        rotated = basis.rotate(sample(states, SAMPLE_TOKENS).float())[..., num_dense:]
         magnitudes = (rotated / basis.step[:, None, None]).abs()
-        groups = magnitudes.unflatten(-1, (-1, config.group_size)).amax(-1)
-        counts = _histogram(groups).sum(1) * config.group_size
-        rates = counts @ kept * bits / sample.shape[1]
+        of_elements = of_groups = _histogram(magnitudes)
+        if config.group_size > 1:
+            of_groups = _histogram(magnitudes.unflatten(-1, (-1, config.group_size)).amax(-1))
+        rates = of_groups.sum(1) * config.group_size @ kept * bits / rotated.shape[1]
         # In this order: weights of a layer of zeros are huge, its steps are nothing.
         of_step = weights[:, num_dense:, None] * basis.step.square()[:, None, None]
-        losses = (_histogram(magnitudes) * of_step).sum(1) @ errors / sample.shape[1]
+        losses = (of_elements * of_step).sum(1) @ errors / rotated.shape[1]
 
         steps = basis.step[:, None] * factors
         widths, scale = dense_widths(basis, steps)  # [heads, candidates, num_dense]

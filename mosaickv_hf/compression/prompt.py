@@ -39,12 +39,16 @@ class Prompt:
         return fit_bases(*self.packed, self.config)
 
     @cached_property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What errors in K and V do to the output, see `output_weights`; there must be queries."""
+        return output_weights(self.fitted[0].axes(), self.queries, self.before, self.packed, self.after)
+
+    @cached_property
     def candidates(self) -> tuple[Candidates, Candidates] | None:
         """Ways to quantize K and V instead; None if no query tells what they lose."""
         if self.queries is None or not self.config.adapts_steps:
             return None
-        weights = output_weights(self.fitted[0].axes(), self.queries, self.before, self.packed, self.after)
-        parts = zip(self.fitted, self.packed, weights)
+        parts = zip(self.fitted, self.packed, self.weights)
         return tuple(Candidates.of(basis, states, weight, self.config) for basis, states, weight in parts)
 
     def bases(self, factor: float = 1.0) -> Bases:
@@ -58,4 +62,5 @@ class Prompt:
             factor = min(max(factor**0.5, finest), coarsest)
             return tuple(with_steps(basis, basis.step * factor, basis.bits) for basis in self.fitted)
         losses = (factor * self.config.key_loss, factor * self.config.value_loss)
-        return tuple(given.choose(*fitted) for given, *fitted in zip(self.candidates, self.fitted, losses))
+        parts = zip(self.candidates, self.fitted, losses)
+        return tuple(candidates.choose(basis, loss) for candidates, basis, loss in parts)

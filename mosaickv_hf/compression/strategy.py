@@ -12,10 +12,15 @@ from ..segments import Basis
 from .packing import nearest
 
 # Tokens at most that a loss is measured on.
-_SAMPLE_TOKENS = 256
+SAMPLE_TOKENS = 256
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, `[num_kv_heads, n, head_dim]` each (their head_dims may differ)."""
+
+
+def sample(states: torch.Tensor, most: int) -> torch.Tensor:
+    """`[num_kv_heads, n, head_dim]` states of so many tokens at most, evenly spaced."""
+    return states[:, :: -(-states.shape[1] // most)]
 
 
 def output_weights(
@@ -74,7 +79,7 @@ def relative_losses(states: States, bases: tuple[Basis, Basis], config: MosaicKV
     """
     losses = []
     for part, basis, kind in zip(states, bases, ("key", "value")):
-        part = part[:, :: -(-part.shape[1] // _SAMPLE_TOKENS)]
+        part = sample(part, SAMPLE_TOKENS)
         rotated = basis.rotate(part.float())
         num_dense = basis.offset.shape[1]
         tail = rotated[..., num_dense:].square()
