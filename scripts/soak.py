@@ -29,6 +29,7 @@ from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 
 _SMALL = dict(min_length=64, min_segment_length=128, min_attended_tokens=64, buffer_tokens=16)
 _BINS = 10.0  # seconds
+_MOST_CALLS = 1_000_000
 # A wider interval would say nothing.
 _MOST_MB_PER_HOUR = 100.0
 
@@ -46,31 +47,33 @@ def main() -> None:
     process = psutil.Process()
     expected = reference(model)
     start = time.monotonic()
-    readings: list[tuple[float, int]] = []
+    # Seconds and bytes after each call, in memory that is taken already: a list would be seen to grow.
+    readings = torch.full((_MOST_CALLS, 2), torch.nan, dtype=torch.float64)
     most_threads, calls, checks, said = 0, 0, 0, 0
-    while (now := time.monotonic() - start) < 60 * args.minutes:
+    while (now := time.monotonic() - start) < 60 * args.minutes and calls < _MOST_CALLS:
         if calls % 50 == 0:
             if not torch.equal(reference(model), expected):
                 raise SystemExit(f"call {calls}: the first conversation, held again, comes out otherwise")
             checks += 1
         call(model, choose)
-        calls += 1
         gc.collect()
         give_back()
         # The reorganizers' threads end with their caches, which may take them a moment.
         most_threads = max(most_threads, len([t for t in threading.enumerate() if t.name == "mosaickv"]))
-        readings.append((now, process.memory_info().rss))
+        resident = process.memory_info().rss
+        readings[calls, 0], readings[calls, 1] = now, resident
+        calls += 1
         if now > 60 * (said + 1):
             said += 1
-            print(f"minute {said}: {calls} calls, {readings[-1][1] / 1e6:.1f} MB", flush=True)
-    slope, half = fit(binned([r for r in readings if r[0] > 60 * args.warm_up]))
+            print(f"minute {said}: {calls} calls, {resident / 1e6:.1f} MB", flush=True)
+    slope, half = fit(binned([r for r in readings[:calls].tolist() if r[0] > 60 * args.warm_up]))
     result = {
         "minutes": args.minutes,
         "warm_up": args.warm_up,
         "calls": calls,
         "checks": checks,
         "threads_of_dropped_caches": most_threads,
-        "resident_mb": readings[-1][1] / 1e6,
+        "resident_mb": resident / 1e6,
         "mb_per_hour": slope * 3600 / 1e6,
         "mb_per_hour_interval_95": [(slope - half) * 3600 / 1e6, (slope + half) * 3600 / 1e6],
         "flat": slope - half <= 0 and slope + half < _MOST_MB_PER_HOUR * 1e6 / 3600,
@@ -145,9 +148,9 @@ def _tokens(choose: random.Random, batch: int, length: int) -> torch.Tensor:
     return torch.tensor([[choose.randrange(3, 256) for _ in range(length)] for _ in range(batch)])
 
 
-def binned(readings: list[tuple[float, int]]) -> list[tuple[float, float]]:
+def binned(readings: list[list[float]]) -> list[tuple[float, float]]:
     """Medians of equal stretches of time: single readings depend on each other."""
-    bins: dict[int, list[tuple[float, int]]] = {}
+    bins: dict[int, list[list[float]]] = {}
     for reading in readings:
         bins.setdefault(int(reading[0] / _BINS), []).append(reading)
     return [tuple(statistics.median(column) for column in zip(*own)) for own in bins.values()]
