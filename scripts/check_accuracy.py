@@ -1,13 +1,18 @@
-"""Needle questions under each preset against DynamicCache: answers right, KL divergence, measured bytes.
+"""Needle questions under each method against DynamicCache: answers right, KL divergence, measured bytes.
 
-Each prompt is prefilled once; every method gets that prefill. A method is asked twice: it answers greedily on its
-own, and it is fed the full cache's answer token by token, where KL(full || method) is taken after each token.
+    python scripts/check_accuracy.py --json benchmarks/accuracy-smollm2.json
+    python scripts/check_accuracy.py --methods default,quantized --samples 5
+
+Methods are those of `eval.methods`: presets, files of a config, Transformers' QuantizedCache, and other papers'. Each
+prompt is prefilled once; every method gets that prefill. A method is asked twice: it answers greedily on its own, and
+it is fed the full cache's answer token by token, where KL(full || method) is taken after each token. Bytes are taken
+after the prefill, those of other caches as if a float32 model's K and V were bf16.
 """
 
 import argparse
-import copy
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import torch
@@ -17,7 +22,8 @@ from record import environment
 from tqdm import tqdm
 from transformers import Cache
 
-from mosaickv_hf import MosaicKVCache
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from eval.methods import Prefill, held_bytes, make_methods, prefill_cache
 
 TASKS = ((2048, 4), (4096, 1))
 """Prompt tokens and keys: what SmolLM2-135M can do."""
@@ -27,47 +33,50 @@ TASKS = ((2048, 4), (4096, 1))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a model folder or Hub id (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--methods", default="default,paper", help="presets, by comma (default: default,paper)")
+    parser.add_argument("--methods", default="default,paper", help="by comma (default: default,paper)")
     parser.add_argument("--samples", type=int, default=20, help="prompts of each task (default 20)")
     parser.add_argument("--seed", type=int, default=1000, help="first seed; below 1000 is for development")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     args = parser.parse_args()
 
     model, tokenizer = load_model(args.model)
-    presets = args.methods.split(",")
-    right = {name: [] for name in ["full", *presets]}
-    kl = {name: [] for name in presets}
-    ratio_4k = {name: [] for name in presets}
+    methods = make_methods(["full", *args.methods.split(",")])
+    right = {name: [] for name in methods}
+    kl = {name: [] for name in methods}
+    ratio_4k = {name: [] for name in methods}
 
     prompts = [(*task, args.seed + i) for task in TASKS for i in range(args.samples)]
     for length, keys, seed in tqdm(prompts, unit="prompt"):
         needle = make_needle(tokenizer, length, keys, seed)
-        raw = MosaicKVCache("raw")
+        raw = prefill_cache()
         logits = model(prompt_ids(tokenizer, needle.text), cache=raw, logits_to_keep=1).logits[0, -1]
-        caches = {name: MosaicKVCache.from_cache(raw, compression=name) for name in presets}
-        full = raw.to_dynamic_cache()
+        prefill = Prefill(raw, model.config)
+        full = methods["full"](prefill)
+        bf16 = held_bytes(full)
         answer, truth = greedy(model, tokenizer, logits, full)
-        right["full"].append(needle.answer in tokenizer.decode(answer))
-        for name, cache in caches.items():
+        for name, method in methods.items():
+            # Made twice: Transformers' QuantizedCache cannot be copied.
+            own, _ = greedy(model, tokenizer, logits, method(prefill))
+            cache = method(prefill)
             if length == 4096:
-                ratio_4k[name].append(cache.stats().ratio)
-            own, _ = greedy(model, tokenizer, logits, copy.deepcopy(cache))
+                ratio_4k[name].append(bf16 / held_bytes(cache))
             right[name].append(needle.answer in tokenizer.decode(own))
             kl[name].append(divergence(model, answer, truth, cache))
 
-    methods = {"full": {"right": sum(right["full"]), "kl": 0.0, "ratio_4k": 1.0}}
-    for name in presets:
-        methods[name] = {
+    measured = {
+        name: {
             "right": sum(right[name]),
             "kl": statistics.fmean(kl[name]),
             "ratio_4k": statistics.fmean(ratio_4k[name]),
             "kl_by_prompt": kl[name],
         }
+        for name in methods
+    }
     print(f"{'method':<12}{'right':>12}{'KL':>10}{'ratio at 4K':>14}")
-    for name, m in methods.items():
+    for name, m in measured.items():
         print(f"{name:<12}{m['right']:>6} of {len(prompts):<3}{m['kl']:>9.4f}{m['ratio_4k']:>14.2f}")
     if args.json:
-        result = {"n": len(prompts), "seed": args.seed, "methods": methods, **environment()}
+        result = {"n": len(prompts), "seed": args.seed, "methods": measured, **environment()}
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
