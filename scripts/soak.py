@@ -3,9 +3,10 @@
     python scripts/soak.py --minutes 10 --json benchmarks/soak.json
 
 Calls of random lengths, batches, presets and turns, as a server would see them, each with a cache of its own that is
-dropped. Resident memory, less what the allocator merely keeps, is read after every call; from the second minute on a
-line is fitted to the readings (medians of ten seconds, whose residuals give the interval). Every so often one
-conversation is held again, word for word.
+dropped. Resident memory, less what the allocator merely keeps and the pages of files (libraries), which the system
+takes and gives back as it likes, is read after every call; from the second minute on a line is fitted to the readings
+(medians of ten seconds, whose residuals give the interval). Every so often one conversation is held again, word for
+word.
 """
 
 import argparse
@@ -60,7 +61,8 @@ def main() -> None:
         give_back()
         # The reorganizers' threads end with their caches, which may take them a moment.
         most_threads = max(most_threads, len([t for t in threading.enumerate() if t.name == "mosaickv"]))
-        resident = process.memory_info().rss
+        memory = process.memory_info()
+        resident = memory.rss - getattr(memory, "shared", 0)  # 0 where the system does not tell
         readings[calls, 0], readings[calls, 1] = now, resident
         calls += 1
         if now > 60 * (said + 1):
