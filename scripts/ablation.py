@@ -231,7 +231,8 @@ def main() -> None:
     for s in steps:
         print(f"{s['step']:<34}{s['kl']:>10.4f}{s['right']:>6} of {args.samples:<2}{s['bits_per_element']:>8.2f}")
     if args.json:
-        about = {"tokens": args.tokens, "keys": args.keys, "samples": args.samples, "seed": args.seed}
+        name = Path(model.config.name_or_path).name
+        about = {"model": name, "tokens": args.tokens, "keys": args.keys, "samples": args.samples, "seed": args.seed}
         result = {"steps": steps, "full_right": sum(full_right), **about, **environment()}
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
