@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import Cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval.methods import Prefill, held_bytes, make_methods, prefill_cache
+from eval.methods import Prefill, configs, held_bytes, make_methods, prefill_cache
 
 TASKS = ((2048, 4), (4096, 1))
 """Prompt tokens and keys: what SmolLM2-135M can do."""
@@ -40,7 +40,8 @@ def main() -> None:
     args = parser.parse_args()
 
     model, tokenizer = load_model(args.model)
-    methods = make_methods(["full", *args.methods.split(",")])
+    names = ["full", *args.methods.split(",")]
+    methods = make_methods(names)
     right = {name: [] for name in methods}
     kl = {name: [] for name in methods}
     ratio_4k = {name: [] for name in methods}
@@ -76,8 +77,8 @@ def main() -> None:
     for name, m in measured.items():
         print(f"{name:<12}{m['right']:>6} of {len(prompts):<3}{m['kl']:>9.4f}{m['ratio_4k']:>14.2f}")
     if args.json:
-        result = {"n": len(prompts), "seed": args.seed, "methods": measured, **environment()}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        result = {"n": len(prompts), "seed": args.seed, "methods": measured, "configs": configs(names)}
+        args.json.write_text(json.dumps({**result, **environment()}, indent=2) + "\n")
 
 
 def greedy(model, tokenizer, logits: torch.Tensor, cache: Cache, max_new_tokens: int = 16):

@@ -5,8 +5,8 @@
 Calls of random lengths, batches, presets and turns, as a server would see them, each with a cache of its own that is
 dropped. Resident memory, less what the allocator merely keeps and the pages of files (libraries), which the system
 takes and gives back as it likes, is read after every call; from the second minute on a line is fitted to the readings
-(medians of ten seconds, whose residuals give the interval). Every so often one conversation is held again, word for
-word.
+(medians of a minute, whose residuals give the interval: shorter stretches depend on each other by how calls happen to
+have left the heap). Every so often one conversation is held again, word for word.
 """
 
 import argparse
@@ -24,12 +24,13 @@ from pathlib import Path
 import psutil
 import torch
 from record import environment
+from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 
 _SMALL = dict(min_length=64, min_segment_length=128, min_attended_tokens=64, buffer_tokens=16)
-_BINS = 10.0  # seconds
+_BINS = 60.0  # seconds
 _MOST_CALLS = 1_000_000
 # A wider interval would say nothing.
 _MOST_MB_PER_HOUR = 100.0
@@ -68,7 +69,8 @@ def main() -> None:
         if now > 60 * (said + 1):
             said += 1
             print(f"minute {said}: {calls} calls, {resident / 1e6:.1f} MB", flush=True)
-    slope, half = fit(binned([r for r in readings[:calls].tolist() if r[0] > 60 * args.warm_up]))
+    points = binned([r for r in readings[:calls].tolist() if r[0] > 60 * args.warm_up])
+    slope, half = fit(points)
     result = {
         "minutes": args.minutes,
         "warm_up": args.warm_up,
@@ -76,6 +78,7 @@ def main() -> None:
         "checks": checks,
         "threads_of_dropped_caches": most_threads,
         "resident_mb": resident / 1e6,
+        "resident_mb_by_minute": [size / 1e6 for _, size in points],
         "mb_per_hour": slope * 3600 / 1e6,
         "mb_per_hour_interval_95": [(slope - half) * 3600 / 1e6, (slope + half) * 3600 / 1e6],
         "flat": slope - half <= 0 and slope + half < _MOST_MB_PER_HOUR * 1e6 / 3600,
@@ -167,7 +170,7 @@ def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
     slope = (times @ (sizes - sizes.mean())) / times.square().sum()
     residuals = sizes - sizes.mean() - slope * times
     deviation = (residuals.square().sum() / (len(points) - 2) / times.square().sum()).sqrt()
-    return float(slope), 1.96 * float(deviation)
+    return float(slope), float(stats.t.ppf(0.975, len(points) - 2) * deviation)
 
 
 if __name__ == "__main__":
