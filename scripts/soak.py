@@ -3,10 +3,9 @@
     python scripts/soak.py --minutes 10 --json benchmarks/soak.json
 
 Calls of random lengths, batches, presets and turns, as a server would see them, each with a cache of its own that is
-dropped. Resident memory, less what the allocator merely keeps and the pages of files (libraries), which the system
-takes and gives back as it likes, is read after every call; from the second minute on a line is fitted to the readings
-(medians of a minute, whose residuals give the interval: shorter stretches depend on each other by how calls happen to
-have left the heap). Every so often one conversation is held again, word for word.
+dropped. Resident memory, less what the allocator merely keeps, is read after every call; from the second minute on a
+line is fitted to the readings (medians of ten seconds, whose residuals give the interval). Every so often one
+conversation is held again, word for word.
 """
 
 import argparse
@@ -24,13 +23,12 @@ from pathlib import Path
 import psutil
 import torch
 from record import environment
-from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mosaickv_hf import MosaicKVCache, MosaicKVConfig
 
 _SMALL = dict(min_length=64, min_segment_length=128, min_attended_tokens=64, buffer_tokens=16)
-_BINS = 60.0  # seconds
+_BINS = 10.0  # seconds
 _MOST_CALLS = 1_000_000
 # A wider interval would say nothing.
 _MOST_MB_PER_HOUR = 100.0
@@ -62,8 +60,7 @@ def main() -> None:
         give_back()
         # The reorganizers' threads end with their caches, which may take them a moment.
         most_threads = max(most_threads, len([t for t in threading.enumerate() if t.name == "mosaickv"]))
-        memory = process.memory_info()
-        resident = memory.rss - getattr(memory, "shared", 0)  # 0 where the system does not tell
+        resident = process.memory_info().rss
         readings[calls, 0], readings[calls, 1] = now, resident
         calls += 1
         if now > 60 * (said + 1):
@@ -78,7 +75,7 @@ def main() -> None:
         "checks": checks,
         "threads_of_dropped_caches": most_threads,
         "resident_mb": resident / 1e6,
-        "resident_mb_by_minute": [size / 1e6 for _, size in points],
+        "resident_mb_by_bin": [size / 1e6 for _, size in points],
         "mb_per_hour": slope * 3600 / 1e6,
         "mb_per_hour_interval_95": [(slope - half) * 3600 / 1e6, (slope + half) * 3600 / 1e6],
         "flat": slope - half <= 0 and slope + half < _MOST_MB_PER_HOUR * 1e6 / 3600,
@@ -170,7 +167,7 @@ def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
     slope = (times @ (sizes - sizes.mean())) / times.square().sum()
     residuals = sizes - sizes.mean() - slope * times
     deviation = (residuals.square().sum() / (len(points) - 2) / times.square().sum()).sqrt()
-    return float(slope), float(stats.t.ppf(0.975, len(points) - 2) * deviation)
+    return float(slope), 1.96 * float(deviation)
 
 
 if __name__ == "__main__":

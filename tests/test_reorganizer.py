@@ -65,7 +65,7 @@ def expected(llama):
     """What the answer is without a thread."""
     cache = MosaicKVCache(SYNC)
     answer = run(llama, cache)
-    assert cache.stats().swaps > 0 and not workers()
+    assert cache.stats().swaps > 4 and not workers()
     return answer
 
 
@@ -86,7 +86,7 @@ def test_the_thread_changes_no_token(llama, expected):
         cache = MosaicKVCache(CONFIG)
         assert torch.equal(run(llama, cache), expected)
         stats = cache.stats()
-        assert stats.swaps > 0 and stats.dense_materializations == 0
+        assert stats.swaps > 4 and stats.dense_materializations == 0
     assert len(workers()) == 1
     del cache
     gc.collect()
@@ -100,7 +100,7 @@ def test_reorganizing_is_seen_in_what_is_stored(llama, expected):
     sync = MosaicKVCache(SYNC)
     run(llama, sync)
     assert off.stats().swaps == off.stats().bytes_by_kind["open"] == 0
-    assert sync.stats().swaps > 0
+    assert sync.stats().swaps > 4
     keys = [cache.layers[0].materialize("key") for cache in (off, sync)]
     assert keys[0].shape == keys[1].shape and not torch.equal(*keys)
 
