@@ -69,7 +69,6 @@ _enter_venv() {
 }
 
 # install_extras NAME...: the project, editable, with these extras at the versions in $CONSTRAINTS.
-# Byte code is left to the first import of a module: most are never imported.
 # Does nothing if they are there already and neither pyproject.toml nor the constraints have changed.
 install_extras() {
     local stamp="$VIRTUAL_ENV/.mosaickv-extras" state extra missing=() list
@@ -94,7 +93,7 @@ PY
     fi
     list="$(IFS=,; echo "${missing[*]}")"
     echo "Installing mosaickv-hf[$list] into $VENV (some minutes the first time)" >&2
-    if ! _quietly python -m pip install --no-input --no-compile -c "$CONSTRAINTS" -e ".[$list]"; then
+    if ! _quietly python -m pip install --no-input -c "$CONSTRAINTS" -e ".[$list]"; then
         echo "error: could not install mosaickv-hf[$list]; pip's messages are above" >&2
         return 1
     fi

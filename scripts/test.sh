@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Two processes of one thread each: tests are mostly small operations, which threads do not speed up.
 run_tests() {
-    OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal --durations 20 "$@"
+    OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --durations 20 "$@"
 }
 
 (
