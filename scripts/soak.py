@@ -6,7 +6,7 @@ Calls of random lengths, batches, presets and turns, as a server would see them,
 dropped. Resident memory, less what the allocator merely keeps, is read after every call. From the second minute on a
 random walk with a drift is fitted to the readings (medians of ten seconds): memory moves in steps that stay, as when
 the allocator takes one more page or a library's code is first used, so readings are not independent around a line, and
-the interval of a least-squares line would exclude zero for half of all runs that do not grow (tests/test_soak.py).
+the interval of a least-squares line would exclude zero for half of all runs that do not grow (docs/decisions.md).
 Every so often one conversation is held again, word for word.
 """
 

@@ -29,7 +29,7 @@ def test_a_flat_process_is_called_flat(memory):
 
 
 def test_a_leak_is_seen():
-    # Ten seconds are about 18 calls: this is a kilobyte a call.
+    # On an idle machine ten seconds are about 18 calls: this is a kilobyte a call.
     generator = numpy.random.default_rng(0)
     seen = sum(drift(readings(generator, 1.0, leak=18 * 1024))[1] > 0 for _ in range(RUNS))
     assert seen >= 0.99 * RUNS
