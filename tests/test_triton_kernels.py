@@ -155,12 +155,13 @@ def test_choosing_equals_the_reference():
 
 
 def packing_cases():
-    turns = [itertools.cycle(kinds) for kinds in ((0, 16, 5), (157, 1, 8), (torch.float32, torch.bfloat16))]
+    """Every way with every width and group size; the rest takes turns that shift against those of group sizes."""
     ways = [("threshold", 1.0), ("top_r", 0.4), ("top_r", 1.0)]
     bits = [(8, 2), (3, 3), (4, 4), (16, 16), (32, 32)]
-    for head_dim, way, widths, group_size in itertools.product((64, 96), ways, bits, (1, 2, 4)):
-        if way[0] == "top_r" or widths[0] <= 8:
-            yield head_dim, *way, widths, group_size, *map(next, turns)
+    served = [(way, widths) for way in ways for widths in bits if way[0] == "top_r" or widths[0] <= 8]
+    for i, (head_dim, (way, widths), group_size) in enumerate(itertools.product((64, 96), served, (1, 2, 4))):
+        n, dense = (61, 1, 8)[(i + i // 3) % 3], (0, 16, 5)[(i + i // 9) % 3]
+        yield head_dim, *way, widths, group_size, dense, n, (torch.float32, torch.bfloat16)[i % 2]
     yield 128, "threshold", 1.0, (4, 4), 1, 16, 33, torch.float16
     yield 256, "top_r", 0.25, (16, 16), 1, 0, 33, torch.float16
 
